@@ -24,9 +24,7 @@ def _run_rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
-        )
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
         outcome = ("ok", body(*args))
         dist.barrier()
         dist.destroy_process_group()
@@ -38,7 +36,9 @@ def _run_rank(
     os._exit(0)
 
 
-def run_on_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_on_ranks(
+    world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
     """Call `body(*args)` on every rank and return the results in rank order.
 
     Results travel by pickle: return plain numbers, strings, lists and numpy arrays rather than tensors.

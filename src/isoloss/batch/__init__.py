@@ -1,0 +1,1 @@
+"""What a batch contains: layouts, targets, weights, packing."""
