@@ -1,0 +1,7 @@
+"""Projection and cross entropy in one pass, with the loss of each token; level 0: torch only."""
+
+from isoloss.losses.linear_cross_entropy.chunked import chunk_rows
+from isoloss.losses.linear_cross_entropy.interface import Backend, linear_cross_entropy
+from isoloss.losses.linear_cross_entropy.problem import LinearCrossEntropyOutput
+
+__all__ = ["Backend", "LinearCrossEntropyOutput", "chunk_rows", "linear_cross_entropy"]

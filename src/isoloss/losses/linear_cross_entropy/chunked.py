@@ -1,0 +1,387 @@
+"""Linear cross entropy over chunks of rows, gradients computed in the forward pass.
+
+Shapes: N rows, n of them with a target, m rows of a chunk, H hidden width, V vocabulary, r rank of a
+factored bias.
+
+[Note: where scales go] With e = exp(z - max) and S = its sum over the vocabulary, the gradient of a row's
+loss with respect to its logits is (e - S * onehot) / S. The logits buffer holds e - S * onehot. Everything
+that is one number per row (1 / S, the token weight, the logit scale) is applied to operands of width H, not
+V; so is the division by the cap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isoloss.losses.linear_cross_entropy.problem import (
+    LinearCrossEntropyOutput,
+    Problem,
+    check_targets_on_cpu,
+)
+
+# 512 KiB of float32 for each thread: a block stays in the second-level cache through all of its passes.
+_BLOCK_LOGITS_PER_THREAD = 131072
+
+
+def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -> int:
+    """Rows whose logits exist at the same time, from the shape and the options alone.
+
+    Each chunk streams the weight and its gradient, so it wants many rows; about H rows make the logits as
+    large as the weight gradient, which exists anyway. So there are ceil(num_rows / t) chunks of equal size,
+    with t = H held between 256 and 1024. Free memory plays no part: ranks would lose step, and runs their
+    bits.
+
+    Args:
+        num_rows: rows to compute: those with a target on CPU; all rows on other devices, where the number
+            of targets is not known to the host.
+        hidden_size: H.
+        chunk_size: an explicit choice, used as it is.
+
+    Returns:
+        At least 1, at most `max(num_rows, 1)`.
+
+    Example:
+        >>> chunk_rows(2048, 512), chunk_rows(2050, 512), chunk_rows(7, 512), chunk_rows(2048, 512, 100)
+        (512, 410, 7, 100)
+    """
+    if num_rows == 0:
+        return 1
+    if chunk_size is not None:
+        return min(chunk_size, num_rows)
+    num_chunks = -(-num_rows // min(max(hidden_size, 256), 1024))
+    return -(-num_rows // num_chunks)
+
+
+def chunked_linear_cross_entropy(problem: Problem) -> LinearCrossEntropyOutput:
+    """Loss of `problem`, with its gradients if grad mode is on and an input needs one.
+
+    Host syncs: none.
+    """
+    a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
+    loss, token_losses, token_z_losses = _ChunkedLinearCrossEntropy.apply(
+        problem.hidden, problem.weight, problem.bias, a, b, problem, torch.is_grad_enabled()
+    )
+    return LinearCrossEntropyOutput(loss, token_losses, token_z_losses)
+
+
+class _ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """Saves the gradients for an incoming gradient of 1 in forward, and hands them out in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        problem: Problem,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = (hidden, weight, bias, a, b)
+        # needs_input_grad, not requires_grad: a view made in here would not require a gradient.
+        needs = Needs(*(need and grad_enabled for need in ctx.needs_input_grad[: len(inputs)]))
+        result = compute_in_chunks(
+            problem,
+            needs,
+            compact=hidden.device.type == "cpu",
+            product_dtype=_product_dtype(problem),
+        )
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.are_leaves = [tensor is not None and tensor.is_leaf for tensor in inputs]
+        # By save_for_backward, so that checkpointing can drop them and offloading can move them.
+        ctx.save_for_backward(*result.gradients)
+        ctx.mark_non_differentiable(result.token_losses, result.token_z_losses)
+        ctx.set_materialize_grads(False)
+        return result.loss, result.token_losses, result.token_z_losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_loss is None:
+            return (None,) * 7
+        # Reading the factor is free on CPU; elsewhere the host would wait for the device.
+        is_one = grad_loss.device.type == "cpu" and bool(grad_loss == 1)
+        gradients: list[Tensor | None] = []
+        for saved, dtype, is_leaf in zip(ctx.saved_tensors, ctx.dtypes, ctx.are_leaves, strict=True):
+            if saved is None:
+                gradients.append(None)
+            elif is_one and is_leaf:
+                # No pass over V x H. If the graph is kept, autograd copies this, but at a leaf only: behind
+                # a view, `.grad` would be the saved memory itself and collect into it.
+                gradients.append(saved.to(dtype))
+            else:
+                gradients.append((saved * grad_loss).to(dtype))
+        return (*gradients, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which gradients to compute; a product that serves only the others is not made."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    a: bool
+    b: bool
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any."""
+        return self.hidden or self.weight or self.bias or self.a or self.b
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedResult:
+    """Losses, and the gradients of hidden, weight, bias, a and b (None where not asked for)."""
+
+    loss: Tensor
+    token_losses: Tensor
+    token_z_losses: Tensor
+    gradients: Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows to compute: listed by index, or all of them with ignored ones read as zeros."""
+
+    count: int
+    index: Tensor | None
+    """int64[n], or None for all rows."""
+    is_valid: Tensor | None
+    """bool[N], or None if every listed row has a target."""
+
+    def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of the list out of a per-row tensor; may be a view."""
+        if self.index is not None:
+            return tensor.index_select(0, self.index[start:stop])
+        return self._without_ignored(tensor[start:stop], start, stop)
+
+    def put(self, destination: Tensor, start: int, stop: int, rows: Tensor) -> None:
+        """Write rows `start` to `stop` of the list into a per-row tensor that is 0 elsewhere."""
+        if self.index is not None:
+            destination.index_copy_(0, self.index[start:stop], rows.to(destination.dtype))
+        else:
+            destination[start:stop] = self._without_ignored(rows, start, stop)
+
+    def _without_ignored(self, rows: Tensor, start: int, stop: int) -> Tensor:
+        if self.is_valid is None:
+            return rows
+        mask = self.is_valid[start:stop]
+        # A choice, not a product with 0, which would keep NaN.
+        return torch.where(mask if rows.ndim == 1 else mask.unsqueeze(1), rows, 0)
+
+
+def _select_rows(is_valid: Tensor, compact: bool) -> _Rows:
+    if not compact:
+        return _Rows(is_valid.shape[0], None, is_valid)
+    index = is_valid.nonzero().squeeze(1)
+    if index.shape[0] == is_valid.shape[0]:
+        return _Rows(index.shape[0], None, None)  # slices instead of copies
+    return _Rows(index.shape[0], index, None)
+
+
+@torch.no_grad()
+def compute_in_chunks(
+    problem: Problem, needs: Needs, *, compact: bool, product_dtype: torch.dtype
+) -> ChunkedResult:
+    """Losses and gradients of `problem`, a chunk of rows at a time.
+
+    Args:
+        problem: the checked arguments.
+        needs: the gradients to compute.
+        compact: leave ignored rows out of the products. The host must know their number for that, so on a
+            device all rows keep their place, and ignored ones enter as zeros.
+        product_dtype: of the operands of the matrix products. Statistics and sums are in
+            `problem.compute_dtype` anyway.
+    """
+    with torch.autocast(problem.hidden.device.type, enabled=False):
+        return _compute_in_chunks(problem, needs, compact, product_dtype)
+
+
+def _compute_in_chunks(
+    problem: Problem, needs: Needs, compact: bool, product_dtype: torch.dtype
+) -> ChunkedResult:
+    dtype, (vocabulary, hidden_size) = problem.compute_dtype, problem.weight.shape
+    hidden, bias = problem.hidden, problem.bias
+    a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
+    is_valid = problem.targets != problem.ignore_index
+    # Where a row is ignored, its weight may be anything, and its target is no index.
+    token_weights = torch.where(is_valid, problem.token_weights, 0)
+    targets = torch.where(is_valid, problem.targets, 0)
+    if compact:
+        check_targets_on_cpu(targets, vocabulary)
+    rows = _select_rows(is_valid, compact)
+
+    weight = problem.weight.to(product_dtype)
+    if 1 not in weight.stride():
+        weight = weight.contiguous()  # once, not in every product
+    factor = None if b is None else b.to(product_dtype)
+    class_bias = bias.to(dtype) if bias is not None and bias.ndim == 1 else None
+    row_bias = bias if bias is not None and bias.ndim == 2 else None
+    # See [Note: where scales go].
+    input_scale = problem.logit_scale / (1.0 if problem.softcap is None else problem.softcap)
+
+    token_losses = hidden.new_zeros(hidden.shape[0], dtype=dtype)
+    token_z_losses = torch.zeros_like(token_losses)
+    grad_hidden = _new_row_gradients(hidden) if needs.hidden else None
+    grad_a = _new_row_gradients(a) if a is not None and needs.a else None
+    grad_row_bias = _new_row_gradients(row_bias) if row_bias is not None and needs.bias else None
+    grad_class_bias = torch.zeros_like(class_bias) if class_bias is not None and needs.bias else None
+    grad_weight = _new_sum(weight, dtype, rows.count) if needs.weight else None
+    grad_b = _new_sum(factor, dtype, rows.count) if factor is not None and needs.b else None
+
+    chunk = chunk_rows(rows.count, hidden_size, problem.chunk_size)
+    block = _block_rows(chunk, vocabulary, hidden.device)
+    buffer = hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
+    for start in range(0, rows.count, chunk):
+        stop = min(start + chunk, rows.count)
+        is_first = start == 0
+        x = rows.take(hidden, start, stop).to(dtype)
+        x_scaled = x if input_scale == 1.0 else x * input_scale
+        operand = buffer[: stop - start]
+        torch.mm(x_scaled.to(product_dtype), weight.T, out=operand)
+        logits = operand.to(dtype)  # the same memory where the dtypes agree
+        a_rows = None
+        if a is not None and factor is not None:
+            a_rows = rows.take(a, start, stop).to(dtype)
+            _add_product_(logits, (a_rows * input_scale).to(product_dtype), factor.T)
+
+        scales = []
+        for low in range(start, stop, block):
+            high = min(low + block, stop)
+            z = logits[low - start : high - start]
+            if class_bias is not None:
+                z.add_(class_bias, alpha=input_scale)
+            if row_bias is not None:
+                z.add_(rows.take(row_bias, low, high), alpha=input_scale)
+            losses, z_losses, sums = _row_losses_(z, rows.take(targets, low, high), problem, needs.any)
+            rows.put(token_losses, low, high, losses)
+            rows.put(token_z_losses, low, high, z_losses)
+            scale = rows.take(token_weights, low, high).to(dtype) * problem.logit_scale / sums
+            scales.append(scale)
+            if grad_class_bias is not None:
+                grad_class_bias.addmv_(z.T, scale)
+            if grad_row_bias is not None:
+                rows.put(grad_row_bias, low, high, z * scale.unsqueeze(1))
+        if not needs.any:
+            continue
+
+        scale = torch.cat(scales).unsqueeze(1)
+        if logits.dtype != product_dtype:
+            operand.copy_(logits)
+        if grad_hidden is not None:
+            rows.put(grad_hidden, start, stop, torch.mm(operand, weight).to(dtype).mul_(scale))
+        if grad_weight is not None:
+            _add_product_(grad_weight, operand.T, (x * scale).to(product_dtype), replace=is_first)
+        if a_rows is not None and factor is not None:
+            if grad_a is not None:
+                rows.put(grad_a, start, stop, torch.mm(operand, factor).to(dtype).mul_(scale))
+            if grad_b is not None:
+                _add_product_(grad_b, operand.T, (a_rows * scale).to(product_dtype), replace=is_first)
+    del weight, buffer
+
+    # Exactly the numbers that are handed out; on rows without a target all three are 0.
+    loss = (token_weights * (token_losses + token_z_losses)).sum().to(dtype)
+    gradients = (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(_saved_dtype(problem.weight)),
+        grad_row_bias if bias is None or grad_class_bias is None else grad_class_bias.to(_saved_dtype(bias)),
+        grad_a,
+        None if b is None or grad_b is None else grad_b.to(_saved_dtype(b)),
+    )
+    return ChunkedResult(loss, token_losses, token_z_losses, gradients)
+
+
+def _row_losses_(
+    z: Tensor, targets: Tensor, problem: Problem, needs_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, z-losses and S of each row; `z` becomes S times the gradient of their sum, before the cap.
+
+    Args:
+        z: [m, V], divided by the cap if there is one; overwritten.
+        targets: int64[m], each in [0, V).
+        problem: for the options.
+        needs_gradient: whether what is left in `z` is used.
+    """
+    smoothing, vocabulary = problem.label_smoothing, z.shape[1]
+    index = targets.unsqueeze(1)
+    slope = None
+    if problem.softcap is not None:
+        z.tanh_()
+        slope = 1 - z.square() if needs_gradient else None
+        z.mul_(problem.softcap)
+    row_max = z.amax(-1, keepdim=True)
+    z.sub_(row_max)
+    target_logits = z.gather(-1, index).squeeze(1)
+    mean_logits = z.mean(-1) if smoothing else None
+    sums = z.exp_().sum(-1, keepdim=True)
+    log_sums = sums.squeeze(1).log()
+
+    # log(sum) - (z_t - max), not logsumexp - z_t, which cancels under a large common offset.
+    losses = log_sums - target_logits
+    if mean_logits is not None:
+        losses = (1 - smoothing) * losses + smoothing * (log_sums - mean_logits)
+    z_losses = torch.zeros_like(losses)
+    if problem.z_loss:
+        log_normalizers = log_sums + row_max.squeeze(1)
+        z_losses = problem.z_loss * log_normalizers.square()
+        if needs_gradient:
+            z.mul_((1 + 2 * problem.z_loss * log_normalizers).unsqueeze(1))
+    if needs_gradient:
+        # Not scatter_add_, which refuses to run under torch.use_deterministic_algorithms on CUDA.
+        z.scatter_(-1, index, z.gather(-1, index) - (1 - smoothing) * sums)
+        if smoothing:
+            z.sub_(sums * (smoothing / vocabulary))
+        if slope is not None:
+            z.mul_(slope)
+    return losses, z_losses, sums.squeeze(1)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, replace: bool = False) -> None:
+    """Add left @ right to `total`, or overwrite it; `total` may have more digits than the operands."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=0 if replace else 1)
+    elif replace:
+        total.copy_(torch.mm(left, right))
+    else:
+        total.add_(torch.mm(left, right))
+
+
+def _block_rows(chunk: int, vocabulary: int, device: torch.device) -> int:
+    """Rows of one elementwise pass: what the caches of a CPU hold, all rows on a device."""
+    if device.type != "cpu":
+        return chunk
+    # A multiple of the threads: torch splits passes over rows, and the split changes no bit.
+    return torch.get_num_threads() * max(1, _BLOCK_LOGITS_PER_THREAD // vocabulary)
+
+
+def _product_dtype(problem: Problem) -> torch.dtype:
+    """What the operands of the matrix products are rounded to."""
+    device = problem.hidden.device.type
+    if device == "cpu":
+        return problem.compute_dtype  # products of bfloat16 are up to 70 times slower on common CPUs
+    dtype = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    # Not float16: gradients of weights such as 1e-6 would vanish before a loss scaler can help.
+    return torch.bfloat16 if dtype == torch.bfloat16 else problem.compute_dtype
+
+
+def _saved_dtype(tensor: Tensor) -> torch.dtype:
+    # The factor of a loss scaler arrives in backward: float16 rounded before it would vanish.
+    return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
+
+
+def _new_row_gradients(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=_saved_dtype(tensor), device=tensor.device)
+
+
+def _new_sum(like: Tensor, dtype: torch.dtype, num_rows: int) -> Tensor:
+    """Contiguous memory for a sum over rows, zeros if there are none to write it."""
+    new = torch.empty if num_rows else torch.zeros
+    return new(like.shape, dtype=dtype, device=like.device)

@@ -1,0 +1,115 @@
+"""`linear_cross_entropy`: one signature and one contract over several backends."""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from isoloss.losses.linear_cross_entropy.chunked import chunked_linear_cross_entropy
+from isoloss.losses.linear_cross_entropy.problem import LinearCrossEntropyOutput, build_problem
+from isoloss.losses.linear_cross_entropy.reference import reference_linear_cross_entropy
+
+Backend = Literal["auto", "reference", "chunked"]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_factors: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    chunk_size: int | None = None,
+    vocab_group: object | None = None,
+    backend: Backend | str = "auto",
+) -> LinearCrossEntropyOutput:
+    """The weighted sum of cross entropies of a linear head, and the loss of each row from the same pass.
+
+    With z = softcap * tanh(logit_scale * (hidden weight^T + bias + a b^T) / softcap), without the tanh if
+    softcap is None, and e = label_smoothing, row i with target t has
+
+        token_losses[i]   = (1 - e) * (logsumexp(z) - z[t]) + e * (logsumexp(z) - mean(z))
+        token_z_losses[i] = z_loss * logsumexp(z)^2
+        loss              = sum over i of token_weights[i] * (token_losses[i] + token_z_losses[i])
+
+    `targets` are used as they are: nothing is shifted. Rows whose target is `ignore_index` are left out
+    before the projection: whatever they hold reaches nothing, and their gradients are exactly 0. Without any
+    target the loss is 0 and every gradient is zeros.
+
+    The "chunked" backend computes the gradients of `loss` during the forward pass, for the inputs that need
+    one and only when grad mode is on; backward hands them out, multiplied by the incoming gradient unless
+    that is 1. So put the denominator into `token_weights`, where it costs nothing. Sums over rows are kept
+    in float32 (float64) and rounded to the dtype of the input once. Only first derivatives exist.
+
+    Args:
+        hidden: [N, H], or [..., H] with leading dimensions shared by every per-row argument; floating.
+        weight: [V, H], as torch.nn.Linear stores it; a plain tensor.
+        targets: int[N], in [0, V) or `ignore_index`.
+        token_weights: float32 or float64 [N], constants without a gradient. Default: ones.
+        bias: [V], or [N, V] for a value per row and class. -inf removes a class.
+        bias_factors: a[N, r] and b[V, r]; a b^T is added to the logits.
+        softcap: bound of the logits, or None.
+        logit_scale: factor of the logits, before the cap.
+        label_smoothing: in [0, 1], spread over all V classes as torch.nn.functional.cross_entropy does.
+        z_loss: coefficient of logsumexp^2; 0 is off.
+        ignore_index: the target of a row that is left out.
+        chunk_size: rows whose logits exist at the same time; None chooses by `chunk_rows`.
+        vocab_group: process group over which `weight` is sharded by vocabulary; not available yet.
+        backend: "chunked", "reference" (full logits, plain autograd), or "auto", the fastest that applies.
+
+    Returns:
+        `LinearCrossEntropyOutput`: loss, token_losses, token_z_losses. All are float32 for bfloat16, float16
+        and float32 inputs, and float64 if hidden or weight is float64.
+
+    Host syncs: none with "chunked"; one on a device with "reference".
+
+    Raises:
+        ValueError: a shape, option or backend that does not fit; on CPU also a target outside [0, V) (on
+            a device `gather` asserts there, without making the host wait).
+        TypeError: a dtype that cannot be used, or a DTensor.
+        NotImplementedError: `vocab_group` is given.
+
+    Example:
+        >>> import torch
+        >>> hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+        >>> out = linear_cross_entropy(hidden, torch.zeros(4, 2), torch.tensor([2, -100]))
+        >>> out.token_losses
+        tensor([1.3863, 0.0000])
+        >>> out.loss.backward()
+        >>> hidden.grad
+        tensor([[0., 0.],
+                [0., 0.]])
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+    if vocab_group is not None:
+        raise NotImplementedError(
+            "vocab_group: the vocabulary-parallel path does not exist yet; gather the head's weight and "
+            "leave vocab_group out"
+        )
+    problem = build_problem(
+        hidden,
+        weight,
+        targets,
+        token_weights=token_weights,
+        bias=bias,
+        bias_factors=bias_factors,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+    )
+    run = reference_linear_cross_entropy if backend == "reference" else chunked_linear_cross_entropy
+    output = run(problem)
+    return LinearCrossEntropyOutput(
+        output.loss,
+        output.token_losses.reshape(targets.shape),
+        output.token_z_losses.reshape(targets.shape),
+    )
