@@ -1,0 +1,289 @@
+"""The `isoloss` command: arguments and environment variables, and nothing below reads either.
+
+Recipes are checked before any worker starts. Under torchrun (RANK and WORLD_SIZE in the environment) the
+process joins the run; `--nproc N` starts N local workers; otherwise there is one process.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+_EXTRA = (
+    "datasets",
+    "huggingface_hub",
+    "jinja2",
+    "pydantic",
+    "pydantic_core",
+    "rich",
+    "tokenizers",
+    "transformers",
+    "yaml",
+)
+"""Packages of `isoloss[train]`."""
+
+_TRAIN_EXAMPLES = """\
+examples:
+  isoloss train recipes/quickstart.yaml                        one process
+  isoloss train recipes/quickstart.yaml --nproc 2              two local processes
+  isoloss train R.yaml train.max_steps=4 data.sources.1.weight=2
+                                                               other values for this run
+  isoloss train R.yaml train.resume_from_checkpoint=auto       go on where the last run stopped
+  torchrun --nproc-per-node 8 -m isoloss train R.yaml          processes started by torchrun
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+      -m isoloss train R.yaml                                  several machines
+
+Values are YAML. Relative paths in a recipe start at the working directory. The run is written to
+train.output_dir: recipe.yaml, metrics.jsonl, checkpoint-<step>/.
+"""
+
+_EXPORT_EXAMPLES = """\
+examples:
+  isoloss export runs/quickstart                     the newest checkpoint, to a folder in the run
+  isoloss export runs/quickstart --checkpoint 100 --output my-model
+
+The folder is loaded by transformers: AutoModelForCausalLM.from_pretrained(FOLDER).
+"""
+
+
+class _Rank(NamedTuple):
+    """This process's place in a run of several."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 1 the run failed, 2 the command or the recipe is wrong."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _run(given)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        status = _complain(f"the package {package} is not installed; pip install 'isoloss[train]'")
+    except KeyboardInterrupt:
+        status = 130  # what shells report for SIGINT
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    options, rest = _parser().parse_known_args(arguments)
+    if options.command == "export":
+        if rest:
+            return _complain(f"export does not know {' '.join(rest)}; see isoloss export --help")
+        return _export(options)
+    # argparse ends a list of positionals at the first flag; what follows the flag belongs to it all the same.
+    flags = [argument for argument in rest if argument.startswith("-")]
+    if flags:
+        overrides = " ".join(flag.lstrip("-") for flag in flags)
+        hint = (
+            f"write overrides without dashes: {overrides}" if "=" in overrides else "see isoloss train --help"
+        )
+        return _complain(f"train does not know {' '.join(flags)}; {hint}")
+    return _train(options.recipe, [*options.overrides, *rest], options.nproc)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="isoloss",
+        description="Distributed language-model training: the same loss however the work is split.",
+        epilog="`isoloss COMMAND --help` explains a command and shows examples.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train a model from a recipe",
+        description="Train a model from a recipe, a YAML file.",
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    train.add_argument("recipe", metavar="RECIPE.yaml", type=Path, help="the recipe")
+    train.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="other values for keys of the recipe"
+    )
+    train.add_argument(
+        "--nproc", type=_process_count, metavar="N", help="start N local processes (default: 1)"
+    )
+    train.add_argument(
+        "-h", "--help", action=_TrainHelp, nargs=0, help="show this text and all keys of a recipe"
+    )
+    export = commands.add_parser(
+        "export",
+        help="write a transformers folder from a checkpoint",
+        description="Write a transformers folder from a checkpoint of a run.",
+        epilog=_EXPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    export.add_argument("run", metavar="RUN", type=Path, help="the run's folder, train.output_dir")
+    export.add_argument(
+        "--checkpoint", type=int, metavar="N", help="the checkpoint's step (default: the newest)"
+    )
+    export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: inside RUN)")
+    return parser
+
+
+def _process_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of processes from 1, got {text!r}")
+    return int(text)
+
+
+class _TrainHelp(argparse.Action):
+    """Adds the keys of a recipe to the help; they are read from the recipe's own docstrings."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        try:
+            from isoloss.train.recipe import describe_keys
+
+            keys = f"keys of a recipe, section by section (default in parentheses):\n\n{describe_keys()}\n"
+        except ModuleNotFoundError as error:
+            keys = f"The keys are listed once {error.name} is there: pip install 'isoloss[train]'\n"
+        sys.stdout.write(f"{parser.format_help()}\n{keys}")
+        parser.exit()
+
+
+def _complain(message: str) -> int:
+    sys.stderr.write(f"isoloss: {message}\n")
+    return 2
+
+
+def _train(path: Path, overrides: Sequence[str], nproc: int | None) -> int:
+    from isoloss.train.recipe import RecipeError, check_world_size, load_recipe
+
+    place = _rank_from_environment(os.environ)
+    if place is not None and nproc is not None:
+        return _complain("--nproc starts processes, but torchrun has started this one; leave --nproc out")
+    world_size = place.world_size if place else nproc or 1
+    try:
+        check_world_size(load_recipe(path, overrides), world_size)
+        if place is None and world_size > 1:
+            return _launch(path, overrides, world_size)
+        _work(path, overrides, place)
+    except RecipeError as error:
+        if place is None or place.local_rank == 0:  # every rank of a machine reads the same file
+            sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def _rank_from_environment(environment: Mapping[str, str]) -> _Rank | None:
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    rank = int(environment["RANK"])
+    return _Rank(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
+
+
+def _work(path: Path, overrides: Sequence[str], place: _Rank | None) -> None:
+    """Train in this process: as one rank of the run, or alone."""
+    from isoloss.topology import process_group
+    from isoloss.train.recipe import load_recipe
+    from isoloss.train.trainer import run
+
+    recipe = load_recipe(path, overrides)
+    with process_group(**place._asdict()) if place else nullcontext():
+        run(recipe, path.read_text(encoding="utf-8"))
+
+
+def _worker(path: Path, overrides: Sequence[str], nproc: int) -> None:
+    """What each process of `--nproc` runs; the launcher has set its RANK."""
+    import torch
+
+    logging.disable(logging.NOTSET)  # a forked worker inherits the parent's silence
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _usable_cores() // nproc))  # more threads than cores slow every rank
+    _work(path, overrides, _rank_from_environment(os.environ))
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _launch(path: Path, overrides: Sequence[str], nproc: int) -> int:
+    """Start `nproc` local workers and wait; a failure is shown once, from the rank that failed first."""
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    import isoloss.train.trainer  # noqa: F401 - forked workers share what is imported here
+
+    # Fork takes tenths of a second where spawn imports torch again in each worker; CUDA does not survive it.
+    can_fork = sys.platform == "linux" and not torch.cuda.is_available()
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; host names may not resolve
+    logging.disable(logging.ERROR)  # the launcher logs every failed process at length; see below
+    with tempfile.TemporaryDirectory(prefix="isoloss-") as directory:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id="isoloss",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="fork" if can_fork else "spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=directory),
+        )
+        try:
+            elastic_launch(config, _worker)(path, overrides, nproc)
+        except ChildFailedError as error:
+            return _report_failure(error.failures)
+        except SignalException as error:
+            return 128 + error.sigval
+        finally:
+            logging.disable(logging.NOTSET)
+    return 0
+
+
+def _report_failure(failures: Mapping[int, Any]) -> int:
+    """Show the first failure; the other ranks fail later, because a peer is gone."""
+
+    def written(rank: int) -> int:
+        report = Path(failures[rank].error_file)
+        return report.stat().st_mtime_ns if report.is_file() else int(failures[rank].timestamp * 1e9)
+
+    rank = min(failures, key=written)
+    failure = failures[rank]
+    if not Path(failure.error_file).is_file():
+        if failure.exitcode < 0:
+            cause = f"was killed by {signal.Signals(-failure.exitcode).name}; out of memory is a common cause"
+        else:
+            cause = f"ended with status {failure.exitcode} without a message"
+        sys.stderr.write(f"isoloss: rank {rank} {cause}\n")
+        return 1
+    report = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["message"]
+    kind, _, message = report["message"].partition(": ")
+    if kind == "RecipeError":
+        sys.stderr.write(f"{message}\n")
+        return 2
+    sys.stderr.write(
+        f"isoloss: rank {rank} failed; the run has stopped\n\n{report['extraInfo']['py_callstack']}"
+    )
+    return 1
+
+
+def _export(options: argparse.Namespace) -> int:
+    from isoloss.train.export import export_run
+
+    try:
+        folder = export_run(options.run, options.checkpoint, options.output)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"isoloss: {error}\n")
+        return 1
+    sys.stdout.write(f"{folder}\n")
+    return 0
