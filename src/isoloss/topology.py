@@ -80,10 +80,11 @@ class Topology:
             "mesh": mesh,
             "world_group": dist.group.WORLD if joined else None,
             "loss_group": None,
+            "window_group": None,
             "fsdp_mesh": None,
         }
         if mesh is not None:
-            fields["fsdp_mesh"], fields["loss_group"] = _derived_groups(mesh, sizes)
+            fields |= _derived_groups(mesh, sizes)
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -105,6 +106,8 @@ class Topology:
     """All ranks of the run: what the ledger's two vectors are summed over."""
     loss_group: dist.ProcessGroup | None
     """The ranks with distinct tokens: what gradients of replicated parameters are summed over."""
+    window_group: dist.ProcessGroup | None
+    """The cp x sp ranks that share this rank's windows; None where each rank has its own."""
     fsdp_mesh: DeviceMesh | None
     """What `fully_shard` takes: dp_shard x cp x sp in one axis, with dp_replicate before it if above 1."""
 
@@ -211,13 +214,18 @@ def _default_device(joined: bool) -> torch.device:
     return torch.device("cpu")
 
 
-def _derived_groups(mesh: DeviceMesh, sizes: tuple[int, ...]) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+def _derived_groups(mesh: DeviceMesh, sizes: tuple[int, ...]) -> dict[str, Any]:
+    replicate_size, _, cp_size, sp_size, tp_size = sizes
     shard = mesh["dp_shard", "cp", "sp"]._flatten("fsdp")
-    replicate_size, tp_size = sizes[0], sizes[4]
-    fsdp = mesh["dp_replicate", "fsdp"] if replicate_size > 1 else shard
-    if tp_size == 1:
-        return fsdp, dist.group.WORLD
-    return fsdp, mesh["dp_replicate", "dp_shard", "cp", "sp"]._flatten("loss").get_group()
+    groups: dict[str, Any] = {
+        "fsdp_mesh": mesh["dp_replicate", "fsdp"] if replicate_size > 1 else shard,
+        "loss_group": dist.group.WORLD,
+    }
+    if tp_size > 1:
+        groups["loss_group"] = mesh["dp_replicate", "dp_shard", "cp", "sp"]._flatten("loss").get_group()
+    if cp_size * sp_size > 1:
+        groups["window_group"] = mesh["cp", "sp"]._flatten("window").get_group()
+    return groups
 
 
 @contextmanager

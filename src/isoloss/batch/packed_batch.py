@@ -12,6 +12,8 @@ from isoloss.batch.weighting import TargetCounts, count_targets
 from isoloss.sharding import shard_slots
 from isoloss.topology import Topology
 
+_PER_SLOT = ("input_ids", "position_ids", "document_ids", "counted_document_ids", "sources")
+
 
 @final
 class PackedBatch:
@@ -57,6 +59,7 @@ class PackedBatch:
         self._check()
         self.position_ids = layout.position_ids().to(input_ids.device)
         self.document_ids = layout.document_ids().to(input_ids.device)
+        self.counted_document_ids = layout.counted_document_ids().to(input_ids.device)
         self.sources = layout.token_sources().to(input_ids.device)
         host_targets = {term: values.to("cpu") for term, values in self.targets.items()}
         self.counts: dict[str, TargetCounts] = {
@@ -175,7 +178,7 @@ class PackedBatch:
         """A copy with `change` applied to every tensor that has one value per slot."""
         copy: Self = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        for name in ("input_ids", "position_ids", "document_ids", "sources"):
+        for name in _PER_SLOT:
             copy.__dict__[name] = change(self.__dict__[name])
         for name in ("targets", "weights", "token_extras"):
             copy.__dict__[name] = {key: change(values) for key, values in self.__dict__[name].items()}

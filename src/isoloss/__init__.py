@@ -1,0 +1,64 @@
+"""isoloss: the loss path of distributed language-model training, exact in every layout.
+
+A training loop of one's own needs these lines and no others:
+
+    model = isoloss.LossModel(model)                 # then DDP(model) or fully_shard(...)
+    gradients = isoloss.sum_gradients(model, topology)
+    ledger = isoloss.Ledger([isoloss.Term("text")], channels=["code", "docs"], topology=topology)
+    with ledger.step(micro_batches, gradients=gradients) as step:
+        for batch in step:
+            model(step, batch).backward()
+    metrics = step.metrics()
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from isoloss.batch.document import IGNORE_INDEX, Document
+from isoloss.batch.layout import Layout
+from isoloss.batch.packed_batch import PackedBatch
+from isoloss.batch.targets import shift_targets
+from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
+from isoloss.objectives.loss_model import LossModel
+from isoloss.reduction.gradients import GradientSum, clip_grad_norm_, sum_gradients
+from isoloss.reduction.ledger import Ledger
+from isoloss.reduction.step import Step
+from isoloss.reduction.terms import Term
+from isoloss.topology import Topology
+
+if TYPE_CHECKING:
+    from isoloss.train.recipe import Recipe
+    from isoloss.train.trainer import Trainer
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Document",
+    "GradientSum",
+    "Layout",
+    "Ledger",
+    "LinearCrossEntropyOutput",
+    "LossModel",
+    "PackedBatch",
+    "Recipe",
+    "Step",
+    "Term",
+    "Topology",
+    "Trainer",
+    "clip_grad_norm_",
+    "linear_cross_entropy",
+    "shift_targets",
+    "sum_gradients",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # The trainer needs the extra "train"; the library for loops of one's own needs torch alone.
+    if name == "Recipe":
+        from isoloss.train.recipe import Recipe
+
+        return Recipe
+    if name == "Trainer":
+        from isoloss.train.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'isoloss' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""How a model runs over the ranks: attention by document, wrapping."""

@@ -1,0 +1,1 @@
+"""Denominators, records and gradients: everything that is summed over ranks."""

@@ -1,0 +1,219 @@
+"""What a ledger keeps from step to step: counts since the start of the run, and what it found wrong."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from isoloss.batch.packed_batch import PackedBatch
+from isoloss.reduction.opening import undeclared_channels
+from isoloss.reduction.record import CHANNEL_COUNTERS, TOKEN_COUNTERS, Declaration, StepRecord
+from isoloss.reduction.schema import METRICS_VERSION
+from isoloss.reduction.terms import escape_name
+from isoloss.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class Book:
+    """Cumulative counts of the training steps, and the checks that every closed step goes through."""
+
+    def __init__(self, declaration: Declaration, topology: Topology, *, strict: bool) -> None:
+        self.declaration = declaration
+        self.topology = topology
+        self.strict = strict
+        self.known_channels: frozenset[int] = frozenset()
+        """Undeclared channel indices that every rank has been told of."""
+        self.num_steps = 0
+        self.num_skipped = 0
+        # Python integers: they do not wrap, and cannot round.
+        self.totals = dict.fromkeys((*TOKEN_COUNTERS, "documents"), 0)
+        self.channel_totals = {name: dict.fromkeys(CHANNEL_COUNTERS, 0) for name in declaration.channel_names}
+        self.last_record: StepRecord | None = None
+        self._checked: set[bool] = set()
+        self._warned_unsummed = False
+
+    def close(
+        self,
+        opening: Tensor,
+        windows: Sequence[PackedBatch],
+        *,
+        training: bool,
+        read_record: Callable[[], StepRecord],
+    ) -> None:
+        """Check a step that has ended, and enter its counts.
+
+        What is checked is the same on every rank, so all raise or none does. On CUDA the closing vector is
+        read here only in the first training step, the first evaluation, and when a term has no target;
+        later its checks show in the health gauges, and the host is not held up.
+
+        Raises:
+            ValueError: a term was left out, recorded twice or lost targets; a term without targets was
+                given a loss; in strict mode, a channel or a term that was not declared.
+        """
+        schema = self.declaration.opening
+        faults: list[str] = []
+        if schema.block(opening, "unknown_channel")[0] > 0:
+            faults += self._exchange_unknown_channels(windows)
+        missing = int(schema.block(opening, "missing_channel")[0])
+        if missing and self.strict:
+            faults.append(
+                f"{missing} documents have no channel (source -1) although channels are declared; give every "
+                "document the index of its channel"
+            )
+        unknown = int(schema.block(opening, "unknown_term")[0])
+        if unknown:
+            declared = ", ".join(repr(term.name) for term in self.declaration.terms)
+            faults.append(
+                f"{unknown} targets belong to a term that is not declared (declared: {declared}); they are "
+                "not trained. Declare the term or leave its targets out"
+            )
+        if faults and self.strict:
+            raise ValueError("; ".join(faults))
+        for fault in faults:
+            logger.warning("isoloss: %s", fault)
+        empty_term = bool((schema.block(opening, "weights") == 0).any())
+        if self.topology.device.type == "cpu" or training not in self._checked or empty_term:
+            record = read_record()
+            broken = record.unbalanced_terms() + record.orphaned_terms()
+            if broken:
+                raise ValueError("; ".join(broken))
+            self._checked.add(training)
+        if training:
+            self._count(opening)
+
+    def _exchange_unknown_channels(self, windows: Sequence[PackedBatch]) -> list[str]:
+        """Tell every rank which undeclared channels were seen. All ranks enter, as the flag is global."""
+        local = undeclared_channels(self.declaration, windows)
+        found: list[Any] = [local]
+        if self.topology.world_group is not None:
+            found = [None] * self.topology.world_size
+            dist.all_gather_object(found, local, group=self.topology.world_group)
+        new = set[int]().union(*found) - self.known_channels
+        self.known_channels |= new
+        return [
+            f"documents of channel {sorted(new)} were seen, but only {len(self.declaration.channels)} "
+            f"channels are declared; they are counted as {self.declaration.channel_names[-1]!r}. Declare "
+            "every channel when the ledger is made"
+        ]
+
+    def _count(self, opening: Tensor) -> None:
+        schema = self.declaration.opening
+        self.num_steps += 1
+        for name, count in zip(TOKEN_COUNTERS, schema.block(opening, "tokens").tolist(), strict=True):
+            self.totals[name] += int(count)
+        self.totals["documents"] += int(schema.block(opening, "documents")[0])
+        for counter, row in zip(
+            CHANNEL_COUNTERS, schema.block(opening, "channel_counts").tolist(), strict=True
+        ):
+            for name, count in zip(self.declaration.channel_names, row, strict=True):
+                self.channel_totals[name][counter] += int(count)
+
+    def metrics(self, record: StepRecord, *, training: bool) -> dict[str, float]:
+        """Numbers of a record by name; those of training with the counts since the start of the run."""
+        for fault in record.unbalanced_terms() + record.unbalanced_channels():
+            logger.error("isoloss: the books do not balance: %s", fault)
+        self.last_record = record
+        if not training:
+            return record.metrics("eval/")
+        values = record.metrics()
+        values |= {f"tokens/{name}_total": float(self.totals[name]) for name in TOKEN_COUNTERS}
+        values["documents_total"] = float(self.totals["documents"])
+        values["steps/skipped"] = float(self.num_skipped)
+        return values
+
+    def warn_unsummed(self, _: Tensor) -> None:
+        """Hook of a share that is backpropagated although nothing sums gradients over the ranks."""
+        if not self._warned_unsummed:
+            self._warned_unsummed = True
+            logger.warning(
+                "isoloss: a backward pass ran on %d ranks without gradients=...; this rank's gradient holds "
+                "its own share only. Pass gradients=isoloss.sum_gradients(model, topology) to ledger.step",
+                self.topology.world_size,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts since the start of the run, in plain Python; the same on every rank."""
+        return {
+            "metrics_version": METRICS_VERSION,
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "totals": dict(self.totals),
+            "channel_totals": {name: dict(counts) for name, counts in self.channel_totals.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the counts of another book, on any number of ranks.
+
+        Raises:
+            ValueError: its metrics have other definitions, or it counted channels not declared here.
+        """
+        if state["metrics_version"] != METRICS_VERSION:
+            raise ValueError(
+                f"the ledger was saved with version {state['metrics_version']} of the metrics, this is "
+                f"version {METRICS_VERSION}; totals would mix two definitions, start a new run"
+            )
+        lost = [
+            name
+            for name, counts in state["channel_totals"].items()
+            if name not in self.channel_totals and any(counts.values())
+        ]
+        if lost:
+            raise ValueError(
+                f"the ledger was saved with counts of channels {lost}, which are not declared now "
+                f"({list(self.declaration.channels)}); declare them, or their totals are lost"
+            )
+        self.num_steps = state["num_steps"]
+        self.num_skipped = state["num_skipped"]
+        self.totals = dict(state["totals"])
+        for name, counts in state["channel_totals"].items():
+            if name in self.channel_totals:
+                self.channel_totals[name] = dict(counts)
+
+    def explain(self) -> str:
+        """Each denominator of the last step whose record was read, and what it was made of."""
+        record = self.last_record
+        if record is None:
+            return "No step has been read yet: close one and call its metrics()."
+        lines = [f"{record.num_steps} step{'s' if record.num_steps > 1 else ''}"]
+        loss, source, aligned, physical = record.opened("tokens")
+        lines.append(
+            f"  tokens: {loss:.0f} loss <= {source:.0f} source <= {aligned:.0f} aligned <= {physical:.0f} "
+            f"physical, in {record.opened('documents')[0]:.0f} documents"
+        )
+        rules = {
+            "token": "each target weighs 1",
+            "sample": "each target weighs 1 / targets of its document",
+            "square": "each target weighs 1 / sqrt(targets of its document)",
+            "document": "each document with a target weighs 1",
+            "group": "each group with a target weighs 1",
+        }
+        names = self.declaration.channel_names
+        for index, term in enumerate(self.declaration.terms):
+            weight = record.opened("weights")[index]
+            targets = record.opened("targets")[index]
+            lines.append(
+                f"  term {term.name!r}: W = {weight:.12g} from {targets:.0f} targets, reduction "
+                f"{term.reduction!r}: {rules[term.reduction]}, times the data's weight"
+            )
+            mean = record.term_losses[term.name]
+            lines.append(
+                f"    loss = {record.closed('losses')[index]:.12g} / W = {mean:.12g}, coefficient "
+                f"{term.coefficient:g}, adds {term.coefficient * mean:.12g} to the loss"
+                if weight
+                else "    no target in the step: the term is exactly 0, and so are its gradients"
+            )
+            if names:
+                weights = record.channel_table("opening", "channel_weights")[index]
+                losses = record.channel_table("closing", "channel_losses")[index]
+                lines += [
+                    f"    channel {escape_name(name)}: weight {part:.12g} ({part / weight:.1%} of W), "
+                    f"loss {total / part:.12g}"
+                    for name, part, total in zip(names, weights, losses, strict=True)
+                    if part
+                ]
+        lines.append(f"  train/loss = {record.loss:.12g}")
+        return "\n".join(lines)

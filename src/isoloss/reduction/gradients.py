@@ -1,0 +1,214 @@
+"""Gradients are summed over the ranks that hold different tokens, once a step; never averaged.
+
+Every rank divides its losses by the denominators of the whole step, so the gradient of the step is the
+plain sum of the ranks' gradients, and no world size stands anywhere.
+"""
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from isoloss.topology import Topology
+
+
+def sum_gradients(module: nn.Module, topology: Topology | None = None) -> "GradientSum":
+    """Make the wrappers in `module` sum gradients, and return what a step needs to do so once.
+
+    Call it on the outermost module, after DDP(...) or fully_shard(...), once. Gradients of parameters that
+    no wrapper reduces are summed by the step when its block ends. The step reduces what stands in `.grad`,
+    so call `optimizer.zero_grad()` between steps.
+
+    Args:
+        module: a plain module, or one with DDP or FSDP2 (also HSDP) inside or around it.
+        topology: of the run. None: all ranks hold different tokens.
+
+    Raises:
+        RuntimeError: DDP has a communication hook already (from torch).
+    """
+    return GradientSum(module, topology)
+
+
+@final
+class GradientSum:
+    """How the gradients of one module are summed. Made by `sum_gradients`, driven by a step."""
+
+    def __init__(self, module: nn.Module, topology: Topology | None) -> None:
+        modules = list(module.modules())
+        self._sharded = [part for part in modules if isinstance(part, FSDPModule)]
+        self._replicated = [part for part in modules if isinstance(part, DistributedDataParallel)]
+        if topology is not None:
+            self._group = topology.loss_group
+        else:
+            self._group = dist.group.WORLD if dist.is_initialized() else None
+        for part in self._sharded:
+            # Neither setter recurses, and with the factor alone gloo refuses its PREMUL_SUM.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        for ddp in self._replicated:
+            ddp.register_comm_hook(ddp.process_group, sum_bucket)
+        handled = {
+            id(parameter)
+            for ddp in self._replicated
+            for name, parameter in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore
+        }
+        self._unwrapped = [
+            parameter
+            for parameter in module.parameters()
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in handled
+        ]
+        self._synchronises = False
+        self._backwards: set[int] = set()
+
+    def begin(self) -> None:
+        """Start a step: no backward has been synchronised yet."""
+        self._backwards.clear()
+        self.synchronise(False)
+
+    def synchronise(self, enabled: bool) -> None:
+        """Whether the wrappers reduce in the backward of the next forward."""
+        self._synchronises = enabled
+        for part in self._sharded:
+            part.set_requires_gradient_sync(enabled, recurse=False)
+        for ddp in self._replicated:
+            ddp.require_backward_grad_sync = enabled
+
+    def saw_backward(self, graph_task: int) -> None:
+        """Note that a backward pass reached a share of the step.
+
+        Raises:
+            RuntimeError: it is the second one that the wrappers reduce. A mean would survive that, a sum
+                counts what was reduced before once per rank.
+        """
+        if not self._synchronises:
+            return
+        self._backwards.add(graph_task)
+        if len(self._backwards) > 1 and (self._sharded or self._replicated):
+            raise RuntimeError(
+                "a second backward pass ran while gradients are being reduced, which would sum them twice; "
+                "run one backward per micro-batch, inside the loop over the step, and add the shares of "
+                "several terms before it"
+            )
+
+    def finish(self) -> None:
+        """Sum what no wrapper has reduced: one SUM all-reduce per dtype.
+
+        Collectives: one SUM per dtype of the parameters that no wrapper owns, over the ranks with different
+        tokens. Gradients below 32 bits are summed in float32.
+
+        Raises:
+            RuntimeError: wrappers wait for a backward pass that did not run.
+        """
+        wrapped = self._sharded or self._replicated
+        if wrapped and not self._backwards:
+            raise RuntimeError(
+                "no backward pass ran for the last micro-batch of the step, so its gradients were not "
+                "reduced; run forward and backward for every micro-batch, also for one without targets"
+            )
+        if self._group is not None:
+            reduce_gradients(self._unwrapped, self._group)
+        self.end()
+
+    def end(self) -> None:
+        """Leave the wrappers as they are outside a step: synchronised."""
+        self.synchronise(True)
+        self._synchronises = False
+        self._backwards.clear()
+
+
+def sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: SUM instead of the mean; buckets below 32 bits are summed in float32."""
+    buffer = bucket.buffer()
+    wide = buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else buffer
+    work = dist.all_reduce(wide, group=group, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """SUM the gradients of replicated parameters over `group`, coalesced into one vector per dtype.
+
+    A rank whose gradient is None takes part with zeros: ranks agree on what is reduced whatever their data.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for dtype, members in by_dtype.items():
+        for parameter in members:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        flat = torch.cat([gradient.reshape(-1).to(wide) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
+    """The 2-norm of the whole gradient before clipping; scales every gradient so that it is at most max_norm.
+
+    Each element of the gradient counts once, whatever its sharding: of the ranks that hold the same element
+    one adds its square. All ranks scale by the same factor.
+
+    Args:
+        module: any module; its gradients may be plain tensors, alike on all ranks, or DTensors.
+        max_norm: largest norm allowed. `float("inf")` only measures.
+
+    Returns:
+        The norm before clipping, a float64 scalar, the same on every rank; NaN or inf if the gradient is,
+        which then is left as it is.
+
+    Collectives: one SUM all-reduce of one float64 over all ranks.
+    Host syncs: none.
+
+    Raises:
+        ValueError: a gradient is a partial sum.
+    """
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    joined = dist.is_available() and dist.is_initialized()
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    device = local[0].device if local else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    counted = [
+        part for part, gradient in zip(local, gradients, strict=True) if not joined or _counts_here(gradient)
+    ]
+    if counted:
+        norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
+        squares += torch.stack([norm.to(device) for norm in norms]).square().sum()
+    if joined:
+        dist.all_reduce(squares)
+    norm = squares.sqrt()
+    clips = norm.isfinite() & (norm > max_norm)
+    factor = torch.where(clips, max_norm / norm, 1.0)
+    for part in local:
+        part.mul_(factor.to(part.device))
+    return norm
+
+
+def _counts_here(gradient: Tensor) -> bool:
+    """Whether this rank adds its part of `gradient` to the norm: one rank per distinct element does."""
+    if not isinstance(gradient, DTensor):
+        return dist.get_rank() == 0
+    if any(isinstance(placement, Partial) for placement in gradient.placements):
+        raise ValueError(
+            f"a gradient has placements {gradient.placements}, a partial sum has no norm; reduce it first "
+            "(the step does when its block ends)"
+        )
+    mesh = gradient.device_mesh
+    # A mesh that does not hold rank 0 is a copy of the one that does, along an axis of the run it lacks.
+    if not bool((mesh.mesh == 0).any()):
+        return False
+    place: Any = mesh.get_coordinate()
+    return all(
+        where == 0
+        for where, placement in zip(place, gradient.placements, strict=True)
+        if isinstance(placement, Replicate)
+    )

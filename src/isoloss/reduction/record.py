@@ -1,0 +1,229 @@
+"""The record of one or more closed steps, and the metrics made from it."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from isoloss.reduction.schema import VectorSchema, closing_schema, opening_schema
+from isoloss.reduction.terms import Term, escape_name
+
+TOKEN_COUNTERS = ("loss", "source", "aligned", "physical")
+CHANNEL_COUNTERS = ("tokens", "source_tokens", "documents")
+# float64 sums of the same numbers in another order agree to about 1e-13; a lost target among 10^8 shows.
+BALANCE_TOLERANCE = 1e-9
+
+
+@final
+class Declaration:
+    """What was declared at start-up, and the shape of both vectors that follows from it.
+
+    With channels declared, documents of no declared channel are counted in one more, named "other".
+    """
+
+    def __init__(self, terms: tuple[Term, ...], channels: tuple[str, ...]) -> None:
+        self.terms = terms
+        self.channels = channels
+        other = "other"
+        while other in channels:
+            other += "_"
+        self.channel_names = (*channels, other) if channels else ()
+        self.opening: VectorSchema = opening_schema(len(terms), len(self.channel_names))
+        self.closing: VectorSchema = closing_schema(len(terms), len(self.channel_names))
+
+
+@final
+@dataclass(frozen=True)
+class StepRecord:
+    """Both vectors of a closed step after their reduction; records of several steps add up.
+
+    Numerators and denominators are summed, ratios are made last, so a window of steps is never a mean of
+    means.
+    """
+
+    declaration: Declaration
+    opening: Tensor
+    """float64, CPU, by `opening_schema`."""
+    closing: Tensor
+    """float64, CPU, by `closing_schema`."""
+    num_steps: int = 1
+
+    def __add__(self, other: "StepRecord") -> "StepRecord":
+        return StepRecord(
+            self.declaration,
+            self.opening + other.opening,
+            self.closing + other.closing,
+            self.num_steps + other.num_steps,
+        )
+
+    def opened(self, name: str) -> list[float]:
+        """A one-dimensional block of the opening vector."""
+        return self.declaration.opening.block(self.opening, name).tolist()
+
+    def closed(self, name: str) -> list[float]:
+        """A one-dimensional block of the closing vector."""
+        return self.declaration.closing.block(self.closing, name).tolist()
+
+    def channel_table(self, vector: str, name: str) -> list[list[float]]:
+        """A block [rows][channels] of the "opening" or "closing" vector."""
+        if vector == "opening":
+            return self.declaration.opening.block(self.opening, name).tolist()
+        return self.declaration.closing.block(self.closing, name).tolist()
+
+    @property
+    def term_losses(self) -> dict[str, float]:
+        """Weighted mean loss of each term, in nats; 0 for a term with denominator 0."""
+        return {
+            term.name: loss / weight if weight else 0.0
+            for term, loss, weight in zip(
+                self.declaration.terms, self.closed("losses"), self.opened("weights"), strict=True
+            )
+        }
+
+    @property
+    def loss(self) -> float:
+        """What is minimised: the sum over terms of coefficient times weighted mean loss."""
+        if self.num_steps == 1:
+            return sum(self.closed("shares"))
+        means = self.term_losses
+        return sum(term.coefficient * means[term.name] for term in self.declaration.terms)
+
+    def nonfinite(self) -> list[str]:
+        """Terms whose loss is not finite, each with the channels it stands in; empty when all is well."""
+        found = []
+        names = self.declaration.channel_names
+        for term, loss, share, row in zip(
+            self.declaration.terms,
+            self.closed("losses"),
+            self.closed("shares"),
+            self.channel_table("closing", "channel_losses"),
+            strict=True,
+        ):
+            if not (math.isfinite(loss) and math.isfinite(share)):
+                where = [name for name, value in zip(names, row, strict=True) if not math.isfinite(value)]
+                found.append(f"term {term.name!r}" + (f" in channel {', '.join(where)}" if where else ""))
+        return found
+
+    def unbalanced_terms(self) -> list[str]:
+        """Terms whose recorded losses are not those of all their targets, in words."""
+        found = []
+        for term, weight, consumed in zip(
+            self.declaration.terms, self.opened("weights"), self.closed("consumed"), strict=True
+        ):
+            if abs(consumed - weight) > BALANCE_TOLERANCE * max(weight, 1.0):
+                found.append(
+                    f"term {term.name!r}: the step holds targets of weight {weight:.12g}, losses were "
+                    f"recorded for {consumed:.12g}; the term was left out, recorded twice, or lost targets. "
+                    "Compute its loss (step.loss, step.add, step.add_documents) once in every micro-batch"
+                )
+        return found
+
+    def orphaned_terms(self) -> list[str]:
+        """Terms that have no target in the step and yet were given a loss other than 0, in words."""
+        return [
+            f"term {term.name!r}: it has no target in this step (its denominator is 0), but losses of "
+            f"absolute sum {orphans:.6g} were added to it; give its targets to the batch "
+            f"(targets={{{term.name!r}: ...}}) or set the loss to 0"
+            for term, weight, orphans in zip(
+                self.declaration.terms, self.opened("weights"), self.closed("orphans"), strict=True
+            )
+            if weight == 0 and orphans > 0
+        ]
+
+    def unbalanced_channels(self) -> list[str]:
+        """Terms whose channels do not add up to them, in words."""
+        found: list[str] = []
+        if not self.declaration.channels:
+            return found
+        for term, loss, row in zip(
+            self.declaration.terms,
+            self.closed("losses"),
+            self.channel_table("closing", "channel_losses"),
+            strict=True,
+        ):
+            if math.isfinite(loss) and not math.isclose(sum(row), loss, rel_tol=1e-9, abs_tol=1e-9):
+                found.append(f"term {term.name!r} sums to {loss:.12g}, its channels to {sum(row):.12g}")
+        return found
+
+    def counts_ordered(self) -> bool:
+        """Whether loss <= source <= aligned <= physical tokens."""
+        counts = self.opened("tokens")
+        return counts == sorted(counts)
+
+    def metrics(self, prefix: str = "train/") -> dict[str, float]:
+        """Numbers by name (DESIGN section 9), global over ranks.
+
+        Args:
+            prefix: "train/" names what is minimised train/loss and leaves the other names bare; another
+                prefix, such as "eval/", stands before every name.
+        """
+        values = {
+            "loss": self.loss,
+            **self._term_metrics(),
+            **self._channel_metrics(),
+            **self._count_metrics(),
+        }
+        bare = "" if prefix == "train/" else prefix
+        return {(prefix if name == "loss" else bare) + name: value for name, value in values.items()}
+
+    def _term_metrics(self) -> dict[str, float]:
+        values = {f"loss/{escape_name(name)}": loss for name, loss in self.term_losses.items()}
+        for term, z_loss, weight in zip(
+            self.declaration.terms, self.closed("z_losses"), self.opened("weights"), strict=True
+        ):
+            if z_loss and weight:
+                values[f"z_loss/{escape_name(term.name)}"] = z_loss / weight
+        if len(self.declaration.terms) > 1:
+            for term, targets in zip(self.declaration.terms, self.opened("targets"), strict=True):
+                values[f"targets/{escape_name(term.name)}"] = targets
+        return values
+
+    def _channel_metrics(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        names = self.declaration.channel_names
+        if not names:
+            return values
+        complete = not self.opened("missing_channel")[0]
+        values["health/metadata_complete"] = float(complete)
+        if not complete:
+            return values
+        counts = self.channel_table("opening", "channel_counts")
+        # "other" shows only when something fell into it
+        shown = [index for index in range(len(names)) if index < len(names) - 1 or counts[1][index]]
+        for counter, row in zip(CHANNEL_COUNTERS, counts, strict=True):
+            values |= {f"channel_{counter}/{escape_name(names[index])}": row[index] for index in shown}
+        weights = self.channel_table("opening", "channel_weights")
+        losses = self.channel_table("closing", "channel_losses")
+        totals = self.opened("weights")
+        for order, term in enumerate(self.declaration.terms):
+            # the first declared term has the plain name, a further one adds its own
+            suffix = f"/{escape_name(term.name)}" if order else ""
+            for index in shown:
+                name = escape_name(names[index]) + suffix
+                if weights[order][index]:
+                    values[f"channel_loss/{name}"] = losses[order][index] / weights[order][index]
+                if totals[order]:
+                    values[f"channel_loss_share/{name}"] = losses[order][index] / totals[order]
+        return values
+
+    def _count_metrics(self) -> dict[str, float]:
+        loss, source, aligned, physical = self.opened("tokens")
+        values = {
+            f"tokens/{name}": count
+            for name, count in zip(TOKEN_COUNTERS, (loss, source, aligned, physical), strict=True)
+        }
+        values["documents"] = self.opened("documents")[0]
+        if physical:
+            values["packing/fill"] = source / physical
+            values["packing/loss_fill"] = loss / physical
+        if source:
+            values["packing/loss_density"] = loss / source
+        values["health/counts_ordered"] = float(self.counts_ordered())
+        values["health/books_balance"] = float(not (self.unbalanced_terms() or self.unbalanced_channels()))
+        return values
+
+    @property
+    def digest(self) -> int:
+        """Sum of the checksums of the documents: steps on the same documents have the same digest."""
+        return int(self.opened("digest")[0])

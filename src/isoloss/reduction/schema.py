@@ -1,0 +1,71 @@
+"""What stands where in the two vectors that a step sums over ranks.
+
+Lengths and order follow from the declared terms and channels alone, never from data, so that every rank
+always reduces the same vector.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+METRICS_VERSION = 1
+"""Version of the definitions of the metrics; stored with every run."""
+
+
+@final
+class VectorSchema:
+    """Named blocks of one float64 vector. float64 counts exactly to 2^53."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = dict(shapes)
+        self._offsets: dict[str, int] = {}
+        self.length = 0
+        for name, shape in self.shapes.items():
+            self._offsets[name] = self.length
+            self.length += math.prod(shape)
+
+    def zeros(self, device: torch.device | str = "cpu") -> Tensor:
+        """A vector of zeros, float64[length]."""
+        return torch.zeros(self.length, dtype=torch.float64, device=device)
+
+    def block(self, vector: Tensor, name: str) -> Tensor:
+        """The block `name` of `vector` in its shape; a view, so writing to it writes to the vector."""
+        shape = self.shapes[name]
+        start = self._offsets[name]
+        return vector[start : start + math.prod(shape)].view(shape)
+
+
+def opening_schema(num_terms: int, num_channels: int) -> VectorSchema:
+    """What a step contains, known before its first forward. Each window is counted by its owner rank."""
+    return VectorSchema(
+        {
+            "weights": (num_terms,),  # W of each term
+            "targets": (num_terms,),
+            "tokens": (4,),  # loss, source, aligned, physical
+            "documents": (1,),
+            "digest": (1,),  # sum of a checksum of every document: which documents the step trains on
+            "channel_weights": (num_terms, num_channels),
+            "channel_counts": (3, num_channels),  # loss tokens, source tokens, documents
+            "has_more": (1,),  # ranks with data for the next step
+            "unknown_channel": (1,),  # documents of a channel that was not declared, and is not known yet
+            "missing_channel": (1,),  # documents without a channel although channels were declared
+            "unknown_term": (1,),  # targets of a term that was not declared
+        }
+    )
+
+
+def closing_schema(num_terms: int, num_channels: int) -> VectorSchema:
+    """What the shares of a step summed up to. Every rank adds the losses of its own slots."""
+    return VectorSchema(
+        {
+            "shares": (num_terms,),  # what was trained: coefficient * sum of w l / W
+            "losses": (num_terms,),  # sum of w l
+            "z_losses": (num_terms,),  # the part of `losses` that is z-loss
+            "consumed": (num_terms,),  # sum of w over the targets whose loss was recorded
+            "orphans": (num_terms,),  # sum of |l| where the term has no target
+            "channel_losses": (num_terms, num_channels),
+        }
+    )

@@ -1,0 +1,554 @@
+"""One optimizer step's page of the ledger: local losses over global denominators.
+
+[Note: shares]
+With W the sum of a term's weights over every target of the step, on all ranks and in all micro-batches, a
+rank backpropagates its *share*: coefficient * (sum of w_i l_i over the targets it holds) / W. Shares add up
+to the loss, and gradients of shares to its gradient, over any split of the targets.
+"""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isoloss.batch.document import IGNORE_INDEX
+from isoloss.batch.packed_batch import PackedBatch
+from isoloss.batch.weighting import TOKEN_REDUCTIONS, reduction_factors, weigh_documents
+from isoloss.losses.linear_cross_entropy import linear_cross_entropy
+from isoloss.reduction.book import Book
+from isoloss.reduction.gradients import GradientSum
+from isoloss.reduction.opening import channel_indices, count_windows
+from isoloss.reduction.record import Declaration, StepRecord
+from isoloss.topology import Topology
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward pass, as the recomputation of a checkpointed forward does."""
+    return _graph_task() != -1
+
+
+def _graph_task() -> int:
+    # The only word torch has for "which backward pass is this"; torch.utils.checkpoint relies on it too.
+    return torch._C._current_graph_task_id()
+
+
+@final
+class Denominators:
+    """W of every term, summed over ranks while the first forward runs."""
+
+    def __init__(self, local: Tensor, declaration: Declaration, topology: Topology) -> None:
+        self._schema = declaration.opening
+        self._work: dist.Work | None = None
+        self._host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._inverse: dict[torch.device, Tensor] = {}
+        if topology.world_group is None:
+            self._vector = local
+            self._host = local
+            return
+        on_cuda = topology.device.type == "cuda"
+        source = local.pin_memory() if on_cuda else local
+        self._vector = source.to(topology.device, non_blocking=True)
+        self._work = dist.all_reduce(self._vector, group=topology.world_group, async_op=True)
+
+    def _wait(self) -> None:
+        """Order everything after this behind the reduction: on CUDA the stream waits, on the CPU the host."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        if self._vector.device.type == "cuda":
+            self._host = torch.empty(self._vector.shape, dtype=torch.float64, pin_memory=True)
+            self._host.copy_(self._vector, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._host = self._vector
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """1 / W of each term, 0 where W is 0; float64[terms] on `device`."""
+        if device not in self._inverse:
+            self._wait()
+            weights = self._schema.block(self._vector, "weights").to(device, non_blocking=True)
+            self._inverse[device] = torch.where(weights > 0, 1.0 / weights, 0.0)
+        return self._inverse[device]
+
+    def on_host(self) -> Tensor:
+        """The whole reduced vector on the host.
+
+        Host syncs: one on CUDA, on a copy that was started before the first loss.
+        """
+        self._wait()
+        if self._copied is not None:
+            self._copied.synchronize()
+        assert self._host is not None
+        return self._host
+
+
+@final
+class Step:
+    """Denominators and record of one optimizer step, or of one pass of evaluation. Made by `Ledger.step`.
+
+    A context manager: entering starts the opening reduction, leaving it sums what no wrapper has summed and
+    starts the closing one. Iterating yields this rank's micro-batches, sharded and on the device. An
+    exception inside discards the page: nothing is communicated, no tensor is kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        declaration: Declaration,
+        topology: Topology,
+        windows: Sequence[PackedBatch],
+        gradients: GradientSum | None,
+        training: bool,
+        has_more: bool,
+        book: Book,
+    ) -> None:
+        self.training = training
+        self._declaration = declaration
+        self._topology = topology
+        self._windows = windows
+        self._gradients = gradients
+        self._has_more = has_more
+        self._book = book
+        self._index = {term.name: index for index, term in enumerate(declaration.terms)}
+        self._denominators: Denominators | None = None
+        self._closing: Tensor | None = None
+        self._opening: Tensor | None = None
+        self._record: StepRecord | None = None
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
+
+    # -- the block
+
+    def __enter__(self) -> Self:
+        if self._denominators is not None or self._opening is not None:
+            raise RuntimeError("this step was entered before; open a new one with ledger.step(...)")
+        schema = self._declaration.opening
+        counted = self._windows if self._topology.owns_windows else []
+        vector = count_windows(self._declaration, counted, self._book.known_channels)
+        schema.block(vector, "has_more").fill_(self._has_more)
+        self._denominators = Denominators(vector, self._declaration, self._topology)
+        if self.training and self._gradients is not None:
+            self._gradients.begin()
+        return self
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        self._opened()
+        for place, window in enumerate(self._windows):
+            batch = window.shard(self._topology)
+            if self._topology.device.type != "cpu":
+                batch = batch.to(self._topology.device)
+            if self.training and self._gradients is not None:
+                self._gradients.synchronise(place == len(self._windows) - 1)
+            yield batch
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        denominators = self._opened()
+        driven = self._gradients if self.training else None
+        if kind is not None:
+            self._discard()
+            if driven is not None:
+                driven.end()
+            return
+        try:
+            if driven is not None:
+                driven.finish()
+            self._start_closing()
+            self._opening = denominators.on_host()
+            self._book.close(
+                self._opening, self._windows, training=self.training, read_record=lambda: self.record
+            )
+        except BaseException:
+            self._discard()
+            raise
+        self._windows = ()
+        self._denominators = None
+
+    def _discard(self) -> None:
+        self._denominators = None
+        self._opening = None
+        self._closing = None
+        self._pending = None
+        self._windows = ()
+
+    def _opened(self) -> Denominators:
+        if self._denominators is None:
+            raise RuntimeError(
+                "this step is not open: denominators live inside `with ledger.step(...) as step:` only, so "
+                "that none can go stale"
+            )
+        return self._denominators
+
+    # -- losses
+
+    def loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        batch: PackedBatch,
+        *,
+        term: str | None = None,
+        **kernel_options: Any,
+    ) -> Tensor:
+        """This rank's share of a term's cross entropy, from hidden states and the head's weight.
+
+        Call it inside the wrapped forward: outside it a sharded weight is a DTensor, and a tied weight would
+        lose its gradient.
+
+        Args:
+            hidden: hidden states of the batch's slots, [..., H], in slot order.
+            weight: weight of the language-model head, [V, H].
+            batch: the micro-batch, as the step yields it.
+            term: name of the term; None where only one is declared.
+            **kernel_options: passed to `linear_cross_entropy` (bias, softcap, label_smoothing, z_loss, ...).
+
+        Returns:
+            A scalar, float32 (float64 for float64 input), differentiable. Exactly 0 with zero gradients
+            where the term has no target. Backward it unscaled, or the displayed loss is not the one trained.
+
+        Raises:
+            ValueError: the rows of `hidden` are not the slots of `batch`, the term is not declared or has
+                one loss per document, or the weight is a DTensor.
+        """
+        index = self._term_index(term, TOKEN_REDUCTIONS)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        targets = self._targets(batch, index, rows.shape[0], "hidden", rows.device)
+        weights = self._token_weights(batch, index, rows.device)
+        output = linear_cross_entropy(
+            rows,
+            weight,
+            targets,
+            token_weights=self._scaled(weights, index, _compute_dtype(rows)),
+            **kernel_options,
+        )
+        self._record_tokens(
+            index, batch, targets, weights, output.token_losses, output.token_z_losses, output.loss
+        )
+        return self._watched(output.loss)
+
+    def loss_from_logits(self, logits: Tensor, batch: PackedBatch, *, term: str | None = None) -> Tensor:
+        """This rank's share of a term's cross entropy, from full logits [..., V]. See `loss`.
+
+        `loss` does the same without the logits of the whole batch in memory.
+        """
+        index = self._term_index(term, TOKEN_REDUCTIONS)
+        rows = logits.reshape(-1, logits.shape[-1])
+        targets = self._targets(batch, index, rows.shape[0], "logits", rows.device)
+        # A NaN in a row without target would reach the gradient as NaN * 0.
+        rows = rows.masked_fill((targets == IGNORE_INDEX).unsqueeze(-1), 0.0)
+        losses = nn.functional.cross_entropy(
+            rows.to(_compute_dtype(rows)), targets, ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        return self._add_tokens(index, losses, batch, targets)
+
+    def add(self, term: str | None, losses: Tensor, batch: PackedBatch) -> Tensor:
+        """This rank's share of a term whose per-token losses the caller computed.
+
+        Args:
+            term: name of the term; None where only one is declared.
+            losses: one loss per slot of `batch`, [T_local] or [1, T_local], in nats. Slots without a target
+                of the term do not count, whatever stands there; in a step in which the term has no target
+                at all they must hold 0.
+            batch: the micro-batch, as the step yields it.
+        """
+        index = self._term_index(term, TOKEN_REDUCTIONS)
+        flat = losses.reshape(-1)
+        targets = self._targets(batch, index, flat.shape[0], "losses", flat.device)
+        return self._add_tokens(index, flat, batch, targets)
+
+    def sum_by_document(self, values: Tensor, batch: PackedBatch) -> Tensor:
+        """The sum of `values` [T_local] over each document's slots, complete over the window's shards.
+
+        Returns:
+            [num_documents], the same on every shard of the window; prefixes are no documents. In backward
+            each shard hands the incoming gradient to its own slots, once.
+
+        Collectives: one differentiable SUM over the cp and sp ranks of the window, none without them.
+        """
+        self._opened()
+        flat = values.reshape(-1)
+        if flat.shape[0] != len(batch):
+            raise ValueError(
+                f"values has {flat.shape[0]} entries, the batch {len(batch)} slots; give one each"
+            )
+        documents = batch.counted_document_ids.to(flat.device)
+        owned = documents >= 0
+        sums = flat.new_zeros(batch.layout.num_documents + 1)
+        places = torch.where(owned, documents, batch.layout.num_documents)
+        sums = sums.index_add(0, places, torch.where(owned, flat, 0.0))[:-1]
+        if self._topology.window_group is None:
+            return sums
+        return _SumOverShards.apply(sums, self._topology.window_group)
+
+    def add_documents(self, term: str | None, losses: Tensor, batch: PackedBatch) -> Tensor:
+        """This rank's share of a term with one loss per document.
+
+        Args:
+            term: name of a term with reduction "document"; None where only one is declared.
+            losses: [num_documents], computed alike on every shard of the window (`sum_by_document`).
+                Documents without a target of the term do not count.
+            batch: the micro-batch.
+        """
+        index = self._term_index(term, ("document",))
+        layout = batch.layout
+        counted = [d for d, prefix in enumerate(layout.is_prefix) if not prefix]
+        return self._add_units(index, losses.reshape(-1), batch, counted, "documents")
+
+    def add_groups(self, term: str | None, losses: Tensor, batch: PackedBatch) -> Tensor:
+        """This rank's share of a term with one loss per group of documents, such as a preference pair.
+
+        Args:
+            term: name of a term with reduction "group"; None where only one is declared.
+            losses: one loss per group, in the order in which groups first appear in the window, computed
+                alike on every shard. A document without a group is a group of its own.
+            batch: the micro-batch.
+        """
+        index = self._term_index(term, ("group",))
+        return self._add_units(index, losses.reshape(-1), batch, self._group_places(index, batch), "groups")
+
+    # -- after the block
+
+    @property
+    def record(self) -> StepRecord:
+        """Both reduced vectors. Waits for the closing reduction.
+
+        Host syncs: one on CUDA, the first time.
+        """
+        if self._record is None:
+            if self._pending is None or self._opening is None:
+                raise RuntimeError(
+                    "this step has no record: read it after its block has ended without an exception"
+                )
+            closing, work = self._pending
+            if work is not None:
+                work.wait()
+            self._record = StepRecord(self._declaration, self._opening, closing.to("cpu"))
+            self._pending = None
+        return self._record
+
+    @property
+    def has_more(self) -> bool:
+        """Whether any rank has data for the next step, as passed to `Ledger.step`."""
+        return self.record.opened("has_more")[0] > 0
+
+    def metrics(self) -> dict[str, float]:
+        """Every number of the step by name, global over ranks (DESIGN section 9)."""
+        return self._book.metrics(self.record, training=self.training)
+
+    # -- inside
+
+    def _term_index(self, name: str | None, reductions: Sequence[str]) -> int:
+        self._opened()
+        terms = self._declaration.terms
+        if name is None:
+            if len(terms) > 1:
+                raise ValueError(
+                    f"several terms are declared ({', '.join(self._index)}); say which with term=..."
+                )
+            name = terms[0].name
+        if name not in self._index:
+            raise ValueError(
+                f"term {name!r} is not declared; declared: {', '.join(self._index)}. Add "
+                f"Term({name!r}) to the ledger"
+            )
+        index = self._index[name]
+        if terms[index].reduction not in reductions:
+            raise ValueError(
+                f"term {name!r} has reduction {terms[index].reduction!r}; this call needs one of "
+                f"{', '.join(reductions)} (per-token terms: loss, loss_from_logits, add; per document: "
+                "add_documents; per group: add_groups)"
+            )
+        return index
+
+    def _targets(self, batch: PackedBatch, index: int, rows: int, what: str, device: torch.device) -> Tensor:
+        if rows != len(batch):
+            raise ValueError(
+                f"{what} has {rows} rows, the batch {len(batch)} slots; pass one row per slot, unshifted "
+                "(targets are shifted already)"
+            )
+        name = self._declaration.terms[index].name
+        if name in batch.targets:
+            return batch.targets[name].to(device, non_blocking=True)
+        return torch.full((rows,), IGNORE_INDEX, device=device)
+
+    def _token_weights(self, batch: PackedBatch, index: int, device: torch.device) -> Tensor:
+        """Weights w of the slots, float64[T_local]; meaningful where the slot has a target."""
+        term = self._declaration.terms[index]
+        counts = batch.counts.get(term.name)
+        if counts is None or term.reduction == "token":
+            weights = torch.ones(len(batch), dtype=torch.float64, device=device)
+        else:
+            factors = reduction_factors(counts.num_targets, term.reduction)
+            # id -1 (no document) reads the appended 0
+            table = torch.cat([factors, factors.new_zeros(1)]).to(device, non_blocking=True)
+            weights = table[batch.document_ids.to(device, non_blocking=True)]
+        if term.name in batch.weights:
+            weights = weights * batch.weights[term.name].to(device, non_blocking=True)
+        return weights
+
+    def _scaled(self, weights: Tensor, index: int, dtype: torch.dtype) -> Tensor:
+        """The weights times coefficient / W: with them a kernel's sum is the share."""
+        scale = self._opened().inverse(weights.device)[index] * self._declaration.terms[index].coefficient
+        return (weights * scale).to(dtype)
+
+    def _add_tokens(self, index: int, losses: Tensor, batch: PackedBatch, targets: Tensor) -> Tensor:
+        is_target = targets != IGNORE_INDEX
+        losses = losses.to(_compute_dtype(losses))
+        kept = torch.where(is_target, losses, 0.0)
+        weights = self._token_weights(batch, index, losses.device)
+        share = (kept * torch.where(is_target, self._scaled(weights, index, losses.dtype), 0.0)).sum()
+        orphans = torch.where(is_target, 0.0, losses.detach()).abs().nan_to_num(nan=0.0).sum()
+        self._record_tokens(index, batch, targets, weights, kept.detach(), None, share, orphans)
+        return self._watched(share)
+
+    def _group_places(self, index: int, batch: PackedBatch) -> list[int]:
+        """For each group the document that carries its weight: its first with targets, else its first."""
+        layout = batch.layout
+        counts = batch.counts.get(self._declaration.terms[index].name)
+        places: dict[tuple[str, int], int] = {}
+        filled: set[tuple[str, int]] = set()
+        for document, (group, prefix) in enumerate(
+            zip(layout.document_groups, layout.is_prefix, strict=True)
+        ):
+            if prefix:
+                continue
+            key = ("group", group) if group != -1 else ("document", document)
+            has_targets = counts is not None and int(counts.num_targets[document]) > 0
+            if key not in places or (has_targets and key not in filled):
+                places[key] = document
+            if has_targets:
+                filled.add(key)
+        return list(places.values())
+
+    def _add_units(
+        self, index: int, losses: Tensor, batch: PackedBatch, documents: list[int], what: str
+    ) -> Tensor:
+        """Share of a term with one loss per unit; `documents[u]` carries weight and channel of unit u."""
+        if losses.shape[0] != len(documents):
+            raise ValueError(
+                f"losses has {losses.shape[0]} entries, the window {len(documents)} {what}; give one each"
+            )
+        term = self._declaration.terms[index]
+        losses = losses.to(_compute_dtype(losses))
+        counts = batch.counts.get(term.name)
+        places = torch.tensor(documents, dtype=torch.int64)
+        weights = torch.zeros(len(documents), dtype=torch.float64)
+        has_target = torch.zeros(len(documents), dtype=torch.bool)
+        if counts is not None:
+            weights = weigh_documents(counts, term.reduction, batch.layout)[places]
+            has_target = counts.num_targets[places] > 0
+        weights = weights.to(losses.device, non_blocking=True)
+        has_target = has_target.to(losses.device, non_blocking=True)
+        kept = torch.where(has_target, losses, 0.0)
+        share = (kept * self._scaled(weights, index, losses.dtype)).sum()
+        if not in_backward() and self._topology.owns_windows:
+            sources = torch.tensor(batch.layout.document_sources, dtype=torch.int64)[places]
+            self._write(
+                index,
+                weights,
+                kept.detach(),
+                sources.to(losses.device, non_blocking=True),
+                share,
+                orphans=torch.where(has_target, 0.0, losses.detach()).abs().nan_to_num(nan=0.0).sum(),
+            )
+        return self._watched(share)
+
+    def _record_tokens(
+        self,
+        index: int,
+        batch: PackedBatch,
+        targets: Tensor,
+        weights: Tensor,
+        losses: Tensor,
+        z_losses: Tensor | None,
+        share: Tensor,
+        orphans: Tensor | None = None,
+    ) -> None:
+        if in_backward():  # a recomputed forward was recorded the first time
+            return
+        used = torch.where(targets != IGNORE_INDEX, weights, 0.0)
+        total = losses if z_losses is None else losses + z_losses
+        self._write(index, used, total, batch.sources, share, z_losses=z_losses, orphans=orphans)
+
+    @torch.no_grad()
+    def _write(
+        self,
+        index: int,
+        weights: Tensor,
+        losses: Tensor,
+        sources: Tensor,
+        share: Tensor,
+        *,
+        z_losses: Tensor | None = None,
+        orphans: Tensor | None = None,
+    ) -> None:
+        """Add weighted losses to the closing vector. The numbers are those that the share was summed from."""
+        schema = self._declaration.closing
+        if self._closing is None:
+            self._closing = schema.zeros(losses.device)
+        weighted = losses.detach().to(torch.float64) * weights
+        schema.block(self._closing, "shares")[index] += share.detach()
+        schema.block(self._closing, "losses")[index] += weighted.sum()
+        schema.block(self._closing, "consumed")[index] += weights.sum()
+        if z_losses is not None:
+            schema.block(self._closing, "z_losses")[index] += (z_losses * weights).sum()
+        if orphans is not None:
+            schema.block(self._closing, "orphans")[index] += orphans
+        if self._declaration.channels:
+            channels = channel_indices(sources.to(losses.device, non_blocking=True), self._declaration)
+            schema.block(self._closing, "channel_losses")[index].index_add_(0, channels, weighted)
+
+    def _watched(self, share: Tensor) -> Tensor:
+        """The share, with a hook that says which backward pass reached it."""
+        if share.requires_grad:
+            if self._gradients is not None:
+                gradients = self._gradients
+                share.register_hook(lambda _: gradients.saw_backward(_graph_task()))
+            elif self._topology.world_size > 1:
+                share.register_hook(self._book.warn_unsummed)
+        return share
+
+    def _start_closing(self) -> None:
+        topology = self._topology
+        closing = self._closing
+        if closing is None:
+            closing = self._declaration.closing.zeros(topology.device)
+        if not topology.owns_losses:
+            closing = torch.zeros_like(closing)
+        work = None
+        if topology.world_group is not None:
+            closing = closing.to(topology.device)
+            work = dist.all_reduce(closing, group=topology.world_group, async_op=True)
+        self._closing = None
+        self._pending = (closing, work)
+
+
+class _SumOverShards(torch.autograd.Function):
+    """SUM over the shards of a window; each shard's part gets the incoming gradient once.
+
+    A differentiable all-reduce would sum the incoming gradients, one per shard and all alike: the number of
+    shards too large.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        summed = values.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _compute_dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

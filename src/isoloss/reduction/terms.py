@@ -1,0 +1,71 @@
+"""Declared loss terms, and names that no two sources can share."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isoloss.batch.weighting import REDUCTIONS, Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A named loss with its own denominator.
+
+    What is trained is the sum over terms of `coefficient * (sum of w_i l_i) / W`, with W the sum of the
+    weights w_i over every target of the step, on all ranks and in all micro-batches.
+
+    Raises:
+        ValueError: an unknown reduction, an empty name, or a coefficient that is not finite.
+    """
+
+    name: str
+    reduction: Reduction = "token"
+    """What one target of a document with n targets weighs: "token" 1, "sample" 1 / n, "square" 1 / sqrt(n);
+    "document" and "group": one loss per document or per group of documents."""
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a term needs a name, such as 'text'")
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(
+                f"term {self.name!r}: reduction {self.reduction!r} is not known; use one of "
+                f"{', '.join(REDUCTIONS)}"
+            )
+        if not math.isfinite(self.coefficient):
+            raise ValueError(f"term {self.name!r}: coefficient {self.coefficient} is not finite")
+
+
+def check_unique(kind: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The names as a tuple; a name given twice would merge two curves and raises ValueError."""
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a {kind} needs a non-empty string as its name, got {name!r}")
+        if list(names).count(name) > 1:
+            raise ValueError(f"{kind} {name!r} is declared twice; every {kind} needs its own name")
+    return tuple(names)
+
+
+_ESCAPED = re.compile(r"%(?=[0-9A-Fa-f]{2})|[/\x00-\x1f\x7f-\x9f]")
+_RUN = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
+
+
+def escape_name(name: str) -> str:
+    """`name` with "/" and control characters as %XX of their UTF-8 bytes, so that it is one path component.
+
+    A "%" that two hexadecimal digits follow is escaped too: two names never become one.
+
+    >>> escape_name("web/en"), escape_name("50% web"), escape_name("a%2Fb")
+    ('web%2Fen', '50% web', 'a%252Fb')
+    """
+    return _ESCAPED.sub(lambda hit: "".join(f"%{byte:02X}" for byte in hit[0].encode()), name)
+
+
+def unescape_name(name: str) -> str:
+    """The inverse of `escape_name`.
+
+    >>> unescape_name("web%2Fen"), unescape_name("50% web"), unescape_name("a%252Fb")
+    ('web/en', '50% web', 'a%2Fb')
+    """
+    return _RUN.sub(lambda hit: bytes.fromhex(hit[0].replace("%", "")).decode(), name)
