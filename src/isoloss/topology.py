@@ -218,7 +218,8 @@ def _derived_groups(mesh: DeviceMesh, sizes: tuple[int, ...]) -> dict[str, Any]:
     replicate_size, _, cp_size, sp_size, tp_size = sizes
     shard = mesh["dp_shard", "cp", "sp"]._flatten("fsdp")
     groups: dict[str, Any] = {
-        "fsdp_mesh": mesh["dp_replicate", "fsdp"] if replicate_size > 1 else shard,
+        # the public slice of a flattened axis is deprecated since torch 2.11
+        "fsdp_mesh": DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if replicate_size > 1 else shard,
         "loss_group": dist.group.WORLD,
     }
     if tp_size > 1:

@@ -109,6 +109,8 @@ class Step:
         book: Book,
     ) -> None:
         self.training = training
+        self.max_document_length = max(window.layout.max_document_length for window in windows)
+        """Tokens of the longest document in this rank's windows."""
         self._declaration = declaration
         self._topology = topology
         self._windows = windows
@@ -341,8 +343,15 @@ class Step:
         return self.record.opened("has_more")[0] > 0
 
     def metrics(self) -> dict[str, float]:
-        """Every number of the step by name, global over ranks (DESIGN section 9)."""
-        return self._book.metrics(self.record, training=self.training)
+        """Every number of the step by name, global over ranks.
+
+        The longest document is a maximum, which no sum can tell: on one rank it is here, on several it comes
+        from `reduce_maxima`, on the steps that are logged.
+        """
+        values = self._book.metrics(self.record, training=self.training)
+        if self.training and self._topology.world_size == 1:
+            values["packing/max_document_length"] = float(self.max_document_length)
+        return values
 
     # -- inside
 
