@@ -11,9 +11,12 @@ import os
 import signal
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 _EXTRA = (
@@ -187,25 +190,55 @@ def _rank_from_environment(environment: Mapping[str, str]) -> _Rank | None:
     return _Rank(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
 
 
-def _work(path: Path, overrides: Sequence[str], place: _Rank | None) -> None:
+def _work(path: Path, overrides: Sequence[str], place: _Rank | None, reports: Path | None = None) -> None:
     """Train in this process: as one rank of the run, or alone."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from isoloss.topology import process_group
     from isoloss.train.recipe import load_recipe
     from isoloss.train.trainer import run
 
     recipe = load_recipe(path, overrides)
-    with process_group(**place._asdict()) if place else nullcontext():
-        run(recipe, path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if place is None:
+        run(recipe, text)
+        return
+    # The report is inside the group: it is written while the peers still wait for this rank.
+    with process_group(**place._asdict()), _FailureReport(reports, place.rank):
+        record(run)(recipe, text)  # torchrun's summary shows what this records
 
 
-def _worker(path: Path, overrides: Sequence[str], nproc: int) -> None:
+class _FailureReport:
+    """Writes an exception that leaves its block to `DIRECTORY/RANK.json`; None writes nothing."""
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._directory = directory
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or self._directory is None or isinstance(error, KeyboardInterrupt | SystemExit):
+            return
+        report = {
+            "rank": self._rank,
+            "time_ns": time.time_ns(),
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        (self._directory / f"{self._rank}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def _worker(path: Path, overrides: Sequence[str], nproc: int, reports: Path) -> None:
     """What each process of `--nproc` runs; the launcher has set its RANK."""
     import torch
 
     logging.disable(logging.NOTSET)  # a forked worker inherits the parent's silence
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _usable_cores() // nproc))  # more threads than cores slow every rank
-    _work(path, overrides, _rank_from_environment(os.environ))
+    _work(path, overrides, _rank_from_environment(os.environ), reports)
 
 
 def _usable_cores() -> int:
@@ -240,9 +273,9 @@ def _launch(path: Path, overrides: Sequence[str], nproc: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=directory),
         )
         try:
-            elastic_launch(config, _worker)(path, overrides, nproc)
+            elastic_launch(config, _worker)(path, overrides, nproc, Path(directory))
         except ChildFailedError as error:
-            return _report_failure(error.failures)
+            return _show_failure(Path(directory), *error.get_first_failure())
         except SignalException as error:
             return 128 + error.sigval
         finally:
@@ -250,30 +283,32 @@ def _launch(path: Path, overrides: Sequence[str], nproc: int) -> int:
     return 0
 
 
-def _report_failure(failures: Mapping[int, Any]) -> int:
-    """Show the first failure; the other ranks fail later, because a peer is gone."""
+def _show_failure(reports: Path, rank: int, failure: Any) -> int:
+    """Show what failed first; the other ranks fail after it, because a peer is gone.
 
-    def written(rank: int) -> int:
-        report = Path(failures[rank].error_file)
-        return report.stat().st_mtime_ns if report.is_file() else int(failures[rank].timestamp * 1e9)
-
-    rank = min(failures, key=written)
-    failure = failures[rank]
-    if not Path(failure.error_file).is_file():
+    Args:
+        reports: where the workers wrote theirs.
+        rank: the rank whose end the launcher noticed first.
+        failure: the launcher's `ProcessFailure` for it.
+    """
+    written = [json.loads(report.read_text(encoding="utf-8")) for report in reports.glob("*.json")]
+    if not written:
         if failure.exitcode < 0:
             cause = f"was killed by {signal.Signals(-failure.exitcode).name}; out of memory is a common cause"
         else:
-            cause = f"ended with status {failure.exitcode} without a message"
+            cause = f"ended with status {failure.exitcode} before it joined the run: {failure.message}"
         sys.stderr.write(f"isoloss: rank {rank} {cause}\n")
         return 1
-    report = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["message"]
-    kind, _, message = report["message"].partition(": ")
-    if kind == "RecipeError":
-        sys.stderr.write(f"{message}\n")
+    first = min(written, key=lambda report: report["time_ns"])
+    if first["kind"] == "RecipeError":
+        sys.stderr.write(f"{first['message']}\n")
         return 2
-    sys.stderr.write(
-        f"isoloss: rank {rank} failed; the run has stopped\n\n{report['extraInfo']['py_callstack']}"
-    )
+    sys.stderr.write(f"isoloss: rank {first['rank']} failed; the run has stopped\n\n{first['traceback']}")
+    if "by peer" in first["message"]:  # gloo's words; the rank that went first left no report
+        sys.stderr.write(
+            "isoloss: a rank that wrote no error is gone, so it was probably killed; out of memory is a "
+            "common cause\n"
+        )
     return 1
 
 

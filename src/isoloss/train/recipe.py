@@ -110,7 +110,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse_recipe(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml") -> Recipe:
     """As `load_recipe`, from the text of a file that messages call `name`."""
     document = apply_overrides(read_yaml(text, lambda line: f"{name}:{line}"), overrides)
-    reading = _Reading(document.value)
+    reading = _Reading(document)
     problems = [*document.problems, *reading.problems]
     contradictions = _faults_of(check_consistent, reading.sections)
     contradictions += _faults_of(check_supported, reading.sections)
@@ -154,13 +154,14 @@ def _in_order(problems: Sequence[Problem], document: LocatedYaml) -> list[Proble
 class _Reading:
     """The sections of a recipe, each None where it cannot be made, and the faults of single keys."""
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, document: LocatedYaml) -> None:
+        root = document.value
         self.problems: list[Problem] = []
-        self._broken: set[KeyPath] = set()
+        self._broken = {path for problem in document.problems for path in problem.keys if path}
         if root is not None and not isinstance(root, dict):
-            self._report((), f"a recipe is a mapping of sections, got {_shown(root)}; start with `model:`")
-            self._broken.add(())
-        sections: dict[object, object] = root if isinstance(root, dict) else {}
+            message = f"a recipe is a mapping of sections, got {_shown(root)}; start with `model:`"
+            raise RecipeError([Problem(((),), message, document.locate(()))])
+        sections: dict[str | int, object] = root if isinstance(root, dict) else {}
         for key in sections:
             if key not in _SECTIONS:
                 self._report_unknown((key,), Recipe)
@@ -177,7 +178,7 @@ class _Reading:
         return any(path[: len(broken)] == broken for path in problem.keys for broken in self._broken)
 
     def _section(
-        self, name: str, section: type[_Section], sections: Mapping[object, object]
+        self, name: str, section: type[_Section], sections: Mapping[str | int, object]
     ) -> _Section | None:
         given = sections.get(name)
         if given is not None and not isinstance(given, dict):
@@ -205,14 +206,16 @@ class _Reading:
 
     def _report_fault(self, path: KeyPath, fault: ErrorDetails, section: type) -> None:
         self._broken.add(path)
+        owner = SourceConfig if path[:2] == ("data", "sources") and len(path) > 3 else section
         if fault["type"] in _UNKNOWN_KEY:
-            self._report_unknown(path, SourceConfig if path[:2] == ("data", "sources") else section)
+            self._report_unknown(path, owner)
         elif fault["type"] == "missing":
-            meaning = _meaning(SourceConfig if path[:2] == ("data", "sources") else section, str(path[-1]))
-            self._report(path, f"{dotted(path)} is missing; add it: {meaning}")
-        else:
-            expected, hint = _expectation(fault)
-            message = f"{dotted(path)} must be {expected}, got {_shown(fault['input'])}; {hint}"
+            self._report(path, f"{dotted(path)} is missing; add it: {_meaning(owner, str(path[-1]))}")
+        elif fault["type"] != "too_short" or not fault["input"]:  # else its elements have been reported
+            hint = _hint(fault) or "change it: " + _meaning(
+                owner, next(key for key in reversed(path) if isinstance(key, str))
+            )
+            message = f"{dotted(path)} must be {_expected(fault)}, got {_shown(fault['input'])}; {hint}"
             self._report(path, message)
 
     def _report_unknown(self, path: KeyPath, owner: type) -> None:
@@ -240,12 +243,10 @@ class _Reading:
         self._report(path, f"{what}; {advice}")
 
 
-def _mend(values: Any, location: KeyPath, kind: str) -> None:
+def _mend(values: Any, location: tuple[Any, ...], kind: str) -> None:
     """Make `values` pass where it failed: drop the key, or name what is missing."""
     *above, key = location
     for step in above:
-        if not isinstance(values, dict | list):
-            return
         values = values[step]
     if kind == "missing":
         values[key] = _MISSING
@@ -263,11 +264,10 @@ def _meaning(section: type, key: str) -> str:
     return str(description["properties"][key]["description"]).replace("\n", " ")
 
 
-def _expectation(fault: ErrorDetails) -> tuple[str, str]:
-    """What pydantic expected, in words, and what to do about it."""
+def _expected(fault: ErrorDetails) -> str:
+    """What pydantic expected, in words."""
     context = fault.get("ctx", {})
-    given = fault["input"]
-    expected = {
+    return {
         "int_type": "an integer",
         "float_type": "a number",
         "finite_number": "a finite number",
@@ -284,13 +284,12 @@ def _expectation(fault: ErrorDetails) -> tuple[str, str]:
         "less_than": f"below {context.get('lt', 0):g}",
         "less_than_equal": f"at most {context.get('le', 0):g}",
     }.get(fault["type"], fault["msg"])
-    return expected, _hint(fault["type"], given, context)
 
 
-def _hint(kind: str, given: object, context: Mapping[str, Any]) -> str:
+def _hint(fault: ErrorDetails) -> str:
+    """What to write instead, where the value tells; else nothing."""
+    kind, given = fault["type"], fault["input"]
     numeric = kind in ("int_type", "float_type")
-    if given is None:
-        return "remove the key to use its default"
     if numeric and isinstance(given, str):
         plain = given.replace("_", "")
         if isinstance(scalar_from_text(plain), int | float):
@@ -302,10 +301,10 @@ def _hint(kind: str, given: object, context: Mapping[str, Any]) -> str:
     if kind == "bool_type" and isinstance(given, str) and given.lower() in _OLD_BOOLEANS:
         return f"YAML 1.2 has no {given}; write {_OLD_BOOLEANS[given.lower()]}"
     if kind == "literal_error":
-        options = re.findall(r"'([^']*)'", context["expected"])
+        options = re.findall(r"'([^']*)'", fault["ctx"]["expected"])
         near = get_close_matches(str(given), options, n=1, cutoff=0.6)
-        return f"did you mean {near[0]}?" if near else "write one of them"
-    return "change the value"
+        return f"did you mean {near[0]}?" if near else ""
+    return ""
 
 
 def _shown(value: object) -> str:

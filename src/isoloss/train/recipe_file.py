@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import yaml
 
@@ -74,15 +73,13 @@ def dotted(path: KeyPath) -> str:
 class _Composer(yaml.SafeLoader):
     """Makes nodes, whose tags follow YAML 1.2; nothing is ever constructed from a tag."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str | None, list[tuple[str, re.Pattern[str]]]]] = {
-        None: list(_CORE_SCHEMA)
-    }
+    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {None: list(_CORE_SCHEMA)}
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes a string that any YAML, 1.1 or 1.2, would read as something else."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str | None, list[tuple[str, re.Pattern[str]]]]] = {
+    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {
         **yaml.SafeDumper.yaml_implicit_resolvers,
         None: [*yaml.SafeDumper.yaml_implicit_resolvers.get(None, []), *_CORE_SCHEMA],
     }

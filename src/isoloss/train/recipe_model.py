@@ -45,9 +45,9 @@ def check_model_config(config: Mapping[str, Any], path: KeyPath = ("model", "con
         ]
     given = {key: value for key, value in config.items() if key != "model_type"}
     problems = list(_check_keys(AutoConfig.for_model(model_type), given, path))
-    if not problems:
-        problems = list(_check_values(CONFIG_MAPPING[model_type], given, path))
-    return problems
+    faulty = {problem.keys[0][len(path)] for problem in problems}
+    sound = {key: value for key, value in given.items() if key not in faulty}
+    return [*problems, *_check_values(CONFIG_MAPPING[model_type], sound, path)]
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -405,9 +405,9 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
             )
             yield Problem((("data", "sources", index, "name"),), message)
         first.setdefault(source.name, index)
-    keys: tuple[KeyPath, ...] = tuple(
-        ("data", "sources", index, "weight") for index in range(len(data.sources))
-    )
+    # A source without a weight comes first: the first key says where.
+    order = sorted(range(len(data.sources)), key=lambda index: data.sources[index].weight is not None)
+    keys: tuple[KeyPath, ...] = tuple(("data", "sources", index, "weight") for index in order)
     without = [source.name for source in data.sources if source.weight is None]
     if without and len(without) < len(data.sources):
         message = (
