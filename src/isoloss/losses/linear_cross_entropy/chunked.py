@@ -22,9 +22,7 @@ from isoloss.losses.linear_cross_entropy.problem import (
     Problem,
     check_targets_on_cpu,
 )
-
-# 512 KiB of float32 for each thread: a block stays in the second-level cache through all of its passes.
-_BLOCK_LOGITS_PER_THREAD = 131072
+from isoloss.losses.linear_cross_entropy.row_losses import block_rows, compute_row_losses_
 
 
 def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -> int:
@@ -236,7 +234,7 @@ def _compute_in_chunks(
     grad_b = _new_sum(factor, dtype, rows.count) if factor is not None and needs.b else None
 
     chunk = chunk_rows(rows.count, hidden_size, problem.chunk_size)
-    block = _block_rows(chunk, vocabulary, hidden.device)
+    block = block_rows(chunk, vocabulary, hidden.device)
     buffer = hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
     for start in range(0, rows.count, chunk):
         stop = min(start + chunk, rows.count)
@@ -251,27 +249,33 @@ def _compute_in_chunks(
             a_rows = rows.take(a, start, stop).to(dtype)
             _add_product_(logits, (a_rows * input_scale).to(product_dtype), factor.T)
 
-        scales = []
-        for low in range(start, stop, block):
-            high = min(low + block, stop)
-            z = logits[low - start : high - start]
+        def add_bias(z: Tensor, low: int, high: int, start: int = start) -> None:
             if class_bias is not None:
                 z.add_(class_bias, alpha=input_scale)
             if row_bias is not None:
-                z.add_(rows.take(row_bias, low, high), alpha=input_scale)
-            losses, z_losses, sums = _row_losses_(z, rows.take(targets, low, high), problem, needs.any)
-            rows.put(token_losses, low, high, losses)
-            rows.put(token_z_losses, low, high, z_losses)
-            scale = rows.take(token_weights, low, high).to(dtype) * problem.logit_scale / sums
-            scales.append(scale)
-            if grad_class_bias is not None:
-                grad_class_bias.addmv_(z.T, scale)
-            if grad_row_bias is not None:
-                rows.put(grad_row_bias, low, high, z * scale.unsqueeze(1))
+                z.add_(rows.take(row_bias, start + low, start + high), alpha=input_scale)
+
+        row = compute_row_losses_(
+            logits,
+            rows.take(targets, start, stop),
+            problem,
+            add_bias=add_bias if bias is not None else None,
+            needs_gradient=needs.any,
+        )
+        rows.put(token_losses, start, stop, row.losses)
+        rows.put(token_z_losses, start, stop, row.z_losses)
         if not needs.any:
             continue
 
-        scale = torch.cat(scales).unsqueeze(1)
+        scale = rows.take(token_weights, start, stop).to(dtype) * problem.logit_scale / row.sums
+        if grad_class_bias is not None:
+            grad_class_bias.addmv_(logits.T, scale)
+        scale = scale.unsqueeze(1)
+        if grad_row_bias is not None:
+            for low in range(start, stop, block):
+                high = min(low + block, stop)
+                piece = logits[low - start : high - start] * scale[low - start : high - start]
+                rows.put(grad_row_bias, low, high, piece)
         if logits.dtype != product_dtype:
             operand.copy_(logits)
         if grad_hidden is not None:
@@ -297,51 +301,6 @@ def _compute_in_chunks(
     return ChunkedResult(loss, token_losses, token_z_losses, gradients)
 
 
-def _row_losses_(
-    z: Tensor, targets: Tensor, problem: Problem, needs_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, z-losses and S of each row; `z` becomes S times the gradient of their sum, before the cap.
-
-    Args:
-        z: [m, V], divided by the cap if there is one; overwritten.
-        targets: int64[m], each in [0, V).
-        problem: for the options.
-        needs_gradient: whether what is left in `z` is used.
-    """
-    smoothing, vocabulary = problem.label_smoothing, z.shape[1]
-    index = targets.unsqueeze(1)
-    slope = None
-    if problem.softcap is not None:
-        z.tanh_()
-        slope = 1 - z.square() if needs_gradient else None
-        z.mul_(problem.softcap)
-    row_max = z.amax(-1, keepdim=True)
-    z.sub_(row_max)
-    target_logits = z.gather(-1, index).squeeze(1)
-    mean_logits = z.mean(-1) if smoothing else None
-    sums = z.exp_().sum(-1, keepdim=True)
-    log_sums = sums.squeeze(1).log()
-
-    # log(sum) - (z_t - max), not logsumexp - z_t, which cancels under a large common offset.
-    losses = log_sums - target_logits
-    if mean_logits is not None:
-        losses = (1 - smoothing) * losses + smoothing * (log_sums - mean_logits)
-    z_losses = torch.zeros_like(losses)
-    if problem.z_loss:
-        log_normalizers = log_sums + row_max.squeeze(1)
-        z_losses = problem.z_loss * log_normalizers.square()
-        if needs_gradient:
-            z.mul_((1 + 2 * problem.z_loss * log_normalizers).unsqueeze(1))
-    if needs_gradient:
-        # Not scatter_add_, which refuses to run under torch.use_deterministic_algorithms on CUDA.
-        z.scatter_(-1, index, z.gather(-1, index) - (1 - smoothing) * sums)
-        if smoothing:
-            z.sub_(sums * (smoothing / vocabulary))
-        if slope is not None:
-            z.mul_(slope)
-    return losses, z_losses, sums.squeeze(1)
-
-
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, replace: bool = False) -> None:
     """Add left @ right to `total`, or overwrite it; `total` may have more digits than the operands."""
     if total.dtype == left.dtype:
@@ -350,14 +309,6 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, replace: bool =
         total.copy_(torch.mm(left, right))
     else:
         total.add_(torch.mm(left, right))
-
-
-def _block_rows(chunk: int, vocabulary: int, device: torch.device) -> int:
-    """Rows of one elementwise pass: what the caches of a CPU hold, all rows on a device."""
-    if device.type != "cpu":
-        return chunk
-    # A multiple of the threads: torch splits passes over rows, and the split changes no bit.
-    return torch.get_num_threads() * max(1, _BLOCK_LOGITS_PER_THREAD // vocabulary)
 
 
 def _product_dtype(problem: Problem) -> torch.dtype:

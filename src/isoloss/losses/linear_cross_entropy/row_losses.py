@@ -1,0 +1,97 @@
+"""From a chunk of logits to the loss of each row and the gradient of the logits, in place.
+
+Shapes: m rows, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isoloss.losses.linear_cross_entropy.problem import Problem
+
+# 1 MiB of float32 for each thread: a block stays in the second-level cache through all of its passes.
+_BLOCK_LOGITS_PER_THREAD = 262144
+
+
+@dataclass(frozen=True, slots=True)
+class RowLosses:
+    """Of each row, [m]."""
+
+    losses: Tensor
+    z_losses: Tensor
+    sums: Tensor
+    """Sum over the vocabulary of exp(z - max): what the gradient in the logits buffer is to be divided by."""
+
+
+def block_rows(num_rows: int, vocabulary: int, device: torch.device) -> int:
+    """Rows of one elementwise pass: what the caches of a CPU hold, all rows on a device."""
+    if device.type != "cpu":
+        return max(num_rows, 1)
+    # A multiple of the threads: torch gives whole rows to each, so that blocks change no bit.
+    return torch.get_num_threads() * max(1, _BLOCK_LOGITS_PER_THREAD // vocabulary)
+
+
+def compute_row_losses_(
+    logits: Tensor,
+    targets: Tensor,
+    problem: Problem,
+    *,
+    add_bias: Callable[[Tensor, int, int], None] | None,
+    needs_gradient: bool,
+) -> RowLosses:
+    """Loss of each row; `logits` becomes the gradient of the row's loss and z-loss, times `sums`.
+
+    Args:
+        logits: [m, V], scaled, divided by the softcap if there is one; overwritten.
+        targets: int64[m], each in [0, V).
+        problem: for the options.
+        add_bias: adds to a block of logits what belongs to its rows, from the first to before the second
+            number; it is called while the block is in the cache.
+        needs_gradient: whether what is left in `logits` will be used.
+    """
+    num_rows, vocabulary = logits.shape
+    smoothing, softcap, z_loss = problem.label_smoothing, problem.softcap, problem.z_loss
+    index = targets.unsqueeze(1)
+    row_max, target_logits, mean_logits, sums = logits.new_zeros(4, num_rows, 1).unbind()
+
+    block = block_rows(num_rows, vocabulary, logits.device)
+    for low in range(0, num_rows, block):
+        part = slice(low, min(low + block, num_rows))
+        z = logits[part]
+        slope = None
+        if add_bias is not None:
+            add_bias(z, part.start, part.stop)
+        if softcap is not None:
+            z.tanh_()
+            slope = 1 - z.square() if needs_gradient else None
+            z.mul_(softcap)
+        torch.amax(z, -1, keepdim=True, out=row_max[part])
+        torch.gather(z, -1, index[part], out=target_logits[part])
+        z.sub_(row_max[part])
+        if smoothing:
+            torch.mean(z, -1, keepdim=True, out=mean_logits[part])
+        torch.sum(z.exp_(), -1, keepdim=True, out=sums[part])
+        if needs_gradient:
+            if z_loss:
+                z.mul_(1 + 2 * z_loss * (sums[part].log() + row_max[part]))
+            if smoothing:
+                z.sub_(sums[part] * (smoothing / vocabulary))
+            if slope is not None:
+                z.mul_(slope)
+
+    if needs_gradient:
+        pull = (1 - smoothing) * sums
+        if softcap is not None:
+            pull.mul_(1 - (target_logits / softcap).square())
+        # Not scatter_add_, which refuses to run under torch.use_deterministic_algorithms on CUDA.
+        logits.scatter_(-1, index, logits.gather(-1, index) - pull)
+
+    log_sums = sums.log()
+    # log(sum) + (max - z_t), not logsumexp - z_t, which cancels under a large common offset.
+    losses = log_sums + (row_max - target_logits)
+    if smoothing:
+        losses = (1 - smoothing) * losses + smoothing * (log_sums - mean_logits)
+    z_losses = z_loss * (log_sums + row_max).square() if z_loss else torch.zeros_like(losses)
+    return RowLosses(losses.squeeze(1), z_losses.squeeze(1), sums.squeeze(1))
