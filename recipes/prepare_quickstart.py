@@ -22,7 +22,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -80,12 +79,9 @@ def main() -> None:
     if is_current(output):
         print(f"quickstart data: {output} is up to date")
         return
-    start = time.monotonic()
     tokens = make_corpus(output)
     kept = ", ".join(f"{name} {count:,}" for name, count in tokens.items())
-    print(
-        f"quickstart data: {sum(tokens.values()):,} tokens ({kept}) in {output}, {time.monotonic() - start:.0f} s"
-    )
+    print(f"quickstart data: {sum(tokens.values()):,} tokens ({kept}) in {output}")
 
 
 def fingerprint() -> dict[str, str]:

@@ -215,7 +215,8 @@ class _Reading:
             hint = _hint(fault) or "change it: " + _meaning(
                 owner, next(key for key in reversed(path) if isinstance(key, str))
             )
-            message = f"{dotted(path)} must be {_expected(fault)}, got {_shown(fault['input'])}; {hint}"
+            named = path[:-1] if fault["type"] == "literal_error" and isinstance(path[-1], int) else path
+            message = f"{dotted(named)} must be {_expected(fault)}, got {_shown(fault['input'])}; {hint}"
             self._report(path, message)
 
     def _report_unknown(self, path: KeyPath, owner: type) -> None:

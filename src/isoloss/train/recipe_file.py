@@ -13,6 +13,8 @@ _NULL, _BOOL, _INT, _FLOAT, _STR = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")
 )
 
+_PLAIN_TAGS = (_NULL, _BOOL, _INT, _FLOAT, _STR, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
 # The core schema of YAML 1.2. PyYAML's own rules are those of 1.1, where `1e-6` and `0o10` are strings,
 # `on` and `no` are booleans, 010 is 8 and 1:30 is 90.
 _CORE_SCHEMA = (
@@ -126,9 +128,10 @@ def read_yaml(text: str, place: Callable[[int], str]) -> LocatedYaml:
     Raises:
         RecipeError: the text is not YAML.
     """
-    loader = _Composer(text)
     try:
+        loader = _Composer(text)
         root = loader.get_single_node()
+        loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -136,12 +139,9 @@ def read_yaml(text: str, place: Callable[[int], str]) -> LocatedYaml:
         message = f"not valid YAML: {cause}; check indentation, colons and quotes around this line"
         raise RecipeError([Problem(((),), message, place(line))]) from error
     except yaml.reader.ReaderError as error:
-        message = (
-            f"not valid YAML: character {error.character!r} at {error.position}; save the file as plain UTF-8"
-        )
-        raise RecipeError([Problem(((),), message, place(1))]) from error
-    finally:
-        loader.dispose()
+        line = text.count("\n", 0, error.position) + 1
+        message = f"not valid YAML: character {error.character!r} is not printable; remove it"
+        raise RecipeError([Problem(((),), message, place(line))]) from error
     reading = _Reading(place)
     value = None if root is None else reading.value(root, ())
     return LocatedYaml(value, reading.locations, tuple(reading.problems))
@@ -159,6 +159,11 @@ class _Reading:
     def value(self, node: yaml.Node, path: KeyPath) -> object:
         if any(node is outer for outer in self._open):
             self._report(path, node, f"{dotted(path)} refers to itself; write the values out")
+            return None
+        if node.tag not in _PLAIN_TAGS:
+            self._report(
+                path, node, f"{dotted(path)} has the YAML tag {node.tag}; write a plain value without a tag"
+            )
             return None
         self._open.append(node)
         try:
@@ -208,11 +213,6 @@ class _Reading:
         return values
 
     def _scalar(self, node: yaml.Node, path: KeyPath) -> object:
-        if node.tag not in (_NULL, _BOOL, _INT, _FLOAT, _STR):
-            self._report(
-                path, node, f"{dotted(path)} has the YAML tag {node.tag}; write a plain value without a tag"
-            )
-            return None
         try:
             return _scalar(node.tag, node.value)
         except ValueError:  # an explicit tag on something else, `!!int abc`

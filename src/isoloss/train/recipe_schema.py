@@ -330,6 +330,9 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
         refused["objective", "type"] = f"objective.type {objective.type} is not built yet; use causal_lm"
     if model and model.lora is not None:
         refused["model", "lora"] = "model.lora is not built yet; remove it to train all parameters"
+    if model and model.attention in ("varlen", "flash"):
+        message = f"model.attention {model.attention} is not built yet; use auto or sdpa"
+        refused["model", "attention"] = message
     if train and train.profile:
         refused["train", "profile"] = "train.profile is not built yet; remove it"
     if parallel:
