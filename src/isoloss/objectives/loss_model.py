@@ -6,11 +6,22 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from isoloss.batch.packed_batch import PackedBatch
-from isoloss.parallel.attention import use_packed_attention
+from isoloss.parallel.attention import is_transformers_model, use_packed_attention
 from isoloss.reduction.step import Step
 
 Objective = Callable[[Any, Step, PackedBatch], Tensor]
 """An objective: (model, step, batch) -> this rank's share."""
+
+_LOGIT_SCALES = (
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+)
+"""Keys under which transformers configs hold a change of the logits, apart from `final_logit_softcapping`."""
 
 
 @final
@@ -31,7 +42,8 @@ class LossModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._from_transformers = use_packed_attention(model)
+        if is_transformers_model(model):
+            use_packed_attention(model)
 
     def forward(self, step: Step, batch: PackedBatch, objective: Objective | None = None) -> Tensor:
         """This rank's share of the step's loss, a differentiable scalar.
@@ -43,23 +55,65 @@ class LossModel(nn.Module):
         """
         if objective is not None:
             return objective(self.model, step, batch)
-        return causal_lm(self.model, step, batch, use_cache=False if self._from_transformers else None)
+        return causal_lm(self.model, step, batch)
 
 
 def causal_lm(
-    model: Any, step: Step, batch: PackedBatch, *, term: str | None = None, use_cache: bool | None = None
+    model: Any, step: Step, batch: PackedBatch, *, term: str | None = None, **kernel_options: Any
 ) -> Tensor:
     """Share of the next-token cross entropy of one term.
+
+    What a transformers model does to its logits (scale, softcap) is read from its config.
 
     Args:
         model: see `LossModel`.
         step: the open step.
         batch: the micro-batch.
         term: name of the term; None: the only declared one.
-        use_cache: passed to the decoder if given; False spares transformers a key-value cache.
+        **kernel_options: of `linear_cross_entropy` (label_smoothing, z_loss, ...).
+
+    Raises:
+        NotImplementedError: the model scales its logits in a way that is not known here.
     """
-    options = {} if use_cache is None else {"use_cache": use_cache}
-    output = model.get_decoder()(**batch.model_inputs(), **options)
+    decoder_options: dict[str, Any] = {}
+    if is_transformers_model(model):
+        decoder_options = {"use_cache": False}
+        kernel_options = logit_options(model.config.get_text_config()) | kernel_options
+    output = model.get_decoder()(**batch.model_inputs(), **decoder_options)
     hidden = output if isinstance(output, Tensor) else output.last_hidden_state
     head = model.get_output_embeddings()
-    return step.loss(hidden, head.weight, batch, term=term, bias=head.bias)
+    return step.loss(hidden, head.weight, batch, term=term, bias=head.bias, **kernel_options)
+
+
+def logit_options(config: Any) -> dict[str, float]:
+    """What a transformers model does between its head and its loss, as options of `linear_cross_entropy`.
+
+    Args:
+        config: of the text model. The same key means different things in different families: Granite divides
+            by `logits_scaling`, HyperCLOVA X multiplies.
+
+    Raises:
+        NotImplementedError: a key that changes logits, in a family whose use of it is not known here; the
+            loss would be that of another model.
+    """
+    values, family = vars(config), config.model_type
+    options: dict[str, float] = {}
+    if values.get("final_logit_softcapping") is not None:
+        options["softcap"] = values["final_logit_softcapping"]
+    for key in _LOGIT_SCALES:
+        scale = values.get(key)
+        if scale is None or scale == 1.0:
+            continue
+        if key == "logit_scale" and family.startswith("cohere"):
+            options["logit_scale"] = scale
+        elif key == "logits_scaling" and family.startswith("granite"):
+            options["logit_scale"] = 1.0 / scale
+        elif key == "logits_scaling" and family.startswith("hyperclovax"):
+            options["logit_scale"] = scale
+        else:
+            raise NotImplementedError(
+                f"config.{key} = {scale} of a {family!r} model changes its logits in a way that is not known "
+                "here; pass an objective that calls step.loss(..., logit_scale=..., softcap=...) as the "
+                "model's own forward does"
+            )
+    return options

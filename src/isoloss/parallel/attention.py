@@ -14,18 +14,46 @@ from torch.nn.functional import scaled_dot_product_attention
 from isoloss.batch.layout import Layout
 
 ATTENTION_NAME = "isoloss"
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def use_packed_attention(model: nn.Module) -> bool:
-    """Set attention by document on a transformers model; False, and nothing done, for other modules."""
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether `model` is a transformers model; transformers is not imported for it."""
     # A transformers model cannot exist before its library was imported; importing it here would make
     # transformers a dependency of loops that do not use it.
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return False
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def use_packed_attention(model: nn.Module) -> None:
+    """Set attention by document on a transformers model.
+
+    Raises:
+        ValueError: a part of the model mixes tokens in another way than by attention that can be replaced.
+            It would take the layout, ignore it, and let packed documents see each other.
+    """
+    import transformers
+
+    assert isinstance(model, transformers.PreTrainedModel), (
+        "only transformers models have an attention to set"
+    )
     transformers.AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
-    return True
+    config = model.config.get_text_config()
+    layer_types = vars(config).get("layer_types") or ()
+    other = sorted(set(layer_types).difference(SUPPORTED_LAYER_TYPES))
+    if config._attn_implementation != ATTENTION_NAME:
+        reason = "its attention cannot be replaced"
+    elif other:
+        reason = f"it has layers of type {', '.join(other)}"
+    elif model._is_stateful:
+        reason = "it has recurrent layers"
+    else:
+        return
+    raise ValueError(
+        f"{type(model).__name__} does not keep packed documents apart: {reason}; use a model whose layers are "
+        f"{' or '.join(SUPPORTED_LAYER_TYPES)} through transformers' attention interface"
+    )
 
 
 def packed_attention(
@@ -41,12 +69,13 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Each document attends to its context (its parent's tokens, and theirs), then causally to itself.
 
     Args:
-        module: the attention module that calls; not used.
+        module: the attention module that calls; named in errors.
         query: [1, heads, T, head_dim].
         key: [1, key_value_heads, T, head_dim].
         value: [1, key_value_heads, T, value_dim].
@@ -57,13 +86,15 @@ def packed_attention(
         sliding_window: a query sees that many tokens of its document, itself included; None: all.
         softcap: scores become softcap * tanh(scores / softcap).
         s_aux: attention sinks, which this function does not support.
+        is_causal: False, from an encoder, is an error.
         **unused: what the model hands to every attention function.
 
     Returns:
         ([1, T, heads, value_dim], None); zeros in slots that hold no token.
 
     Raises:
-        ValueError: no layout, a mask, a batch of several rows, or dropout.
+        ValueError: no layout, a mask, a batch of several rows, dropout, or attention that is not causal.
+        NotImplementedError: attention sinks.
     """
     if layout is None:
         raise ValueError(
@@ -79,6 +110,11 @@ def packed_attention(
         raise ValueError(
             f"attention dropout is {dropout}; the loss would depend on the order of the work. "
             "Set attention_dropout: 0 in the model's config"
+        )
+    if is_causal is False:
+        raise ValueError(
+            f"{type(module).__name__} asks for attention in both directions, attention 'isoloss' is causal; "
+            "use a decoder"
         )
     if s_aux is not None:
         raise NotImplementedError("attention sinks (s_aux) are not supported by attention 'isoloss'")
