@@ -208,6 +208,11 @@ def resolve_sizes(
     return dp_replicate_size, dp_shard_size, cp_size, sp_size, tp_size
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of the run: who acts where one of many copies is to act."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 def _default_device(joined: bool) -> torch.device:
     if joined and torch.cuda.is_available() and "nccl" in str(dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from isoloss.topology import Topology
+from isoloss.topology import Topology, is_first_rank
 
 
 def sum_gradients(module: nn.Module, topology: Topology | None = None) -> "GradientSum":
@@ -62,7 +62,7 @@ class GradientSum:
         self._unwrapped = [
             parameter
             for parameter in module.parameters()
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in handled
+            if not isinstance(parameter, DTensor) and id(parameter) not in handled
         ]
         self._synchronises = False
         self._backwards: set[int] = set()
@@ -98,7 +98,7 @@ class GradientSum:
             )
 
     def finish(self) -> None:
-        """Sum what no wrapper has reduced: one SUM all-reduce per dtype.
+        """Sum what no wrapper has reduced: one SUM all-reduce per dtype. `end` follows.
 
         Collectives: one SUM per dtype of the parameters that no wrapper owns, over the ranks with different
         tokens. Gradients below 32 bits are summed in float32.
@@ -113,8 +113,9 @@ class GradientSum:
                 "reduced; run forward and backward for every micro-batch, also for one without targets"
             )
         if self._group is not None:
-            reduce_gradients(self._unwrapped, self._group)
-        self.end()
+            # asked now, not at the start: what was frozen then may be trained now
+            trained = [parameter for parameter in self._unwrapped if parameter.requires_grad]
+            reduce_gradients(trained, self._group)
 
     def end(self) -> None:
         """Leave the wrappers as they are outside a step: synchronised."""
@@ -196,7 +197,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
 def _counts_here(gradient: Tensor) -> bool:
     """Whether this rank adds its part of `gradient` to the norm: one rank per distinct element does."""
     if not isinstance(gradient, DTensor):
-        return dist.get_rank() == 0
+        return is_first_rank()
     if any(isinstance(placement, Partial) for placement in gradient.placements):
         raise ValueError(
             f"a gradient has placements {gradient.placements}, a partial sum has no norm; reduce it first "

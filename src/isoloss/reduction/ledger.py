@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+import torch
+
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.reduction.book import Book
 from isoloss.reduction.gradients import GradientSum
@@ -132,6 +134,15 @@ class Ledger:
     def metrics(self, record: StepRecord, training: bool = True) -> dict[str, float]:
         """Metrics of a record, also of several steps added up: `sum` of numerators over denominators."""
         return self._book.metrics(record, training=training)
+
+    def restore_record(self, opening: list[float], closing: list[float], num_steps: int) -> StepRecord:
+        """A record from the numbers of its two vectors, as a checkpoint keeps them."""
+        return StepRecord(
+            self._declaration,
+            torch.tensor(opening, dtype=torch.float64),
+            torch.tensor(closing, dtype=torch.float64),
+            num_steps,
+        )
 
     def skip_step(self) -> None:
         """Note that the optimizer did not move in the last step (`steps/skipped`)."""

@@ -118,6 +118,7 @@ class Step:
         self._has_more = has_more
         self._book = book
         self._index = {term.name: index for index, term in enumerate(declaration.terms)}
+        self._was_entered = False
         self._denominators: Denominators | None = None
         self._closing: Tensor | None = None
         self._opening: Tensor | None = None
@@ -127,8 +128,9 @@ class Step:
     # -- the block
 
     def __enter__(self) -> Self:
-        if self._denominators is not None or self._opening is not None:
+        if self._was_entered:
             raise RuntimeError("this step was entered before; open a new one with ledger.step(...)")
+        self._was_entered = True
         schema = self._declaration.opening
         counted = self._windows if self._topology.owns_windows else []
         vector = count_windows(self._declaration, counted, self._book.known_channels)
@@ -163,7 +165,10 @@ class Step:
             return
         try:
             if driven is not None:
-                driven.finish()
+                try:
+                    driven.finish()
+                finally:
+                    driven.end()
             self._start_closing()
             self._opening = denominators.on_host()
             self._book.close(
@@ -180,6 +185,7 @@ class Step:
         self._opening = None
         self._closing = None
         self._pending = None
+        self._record = None
         self._windows = ()
 
     def _opened(self) -> Denominators:
@@ -339,8 +345,13 @@ class Step:
 
     @property
     def has_more(self) -> bool:
-        """Whether any rank has data for the next step, as passed to `Ledger.step`."""
-        return self.record.opened("has_more")[0] > 0
+        """Whether any rank has data for the next step, as passed to `Ledger.step`.
+
+        Host syncs: none; the opening vector was read when the block ended.
+        """
+        if self._opening is None:
+            raise RuntimeError("this step has not ended without an exception; ask it after its block")
+        return bool(self._declaration.opening.block(self._opening, "has_more")[0] > 0)
 
     def metrics(self) -> dict[str, float]:
         """Every number of the step by name, global over ranks.
