@@ -14,10 +14,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _EXTRA = (
     "datasets",
@@ -75,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         status = _complain(f"the package {package} is not installed; pip install 'isoloss[train]'")
     except KeyboardInterrupt:
+        sys.stderr.write("isoloss: interrupted\n")
         status = 130  # what shells report for SIGINT
     sys.stdout.flush()
     sys.exit(status)
@@ -94,7 +98,7 @@ def _run(arguments: Sequence[str]) -> int:
             f"write overrides without dashes: {overrides}" if "=" in overrides else "see isoloss train --help"
         )
         return _complain(f"train does not know {' '.join(flags)}; {hint}")
-    return _train(options.recipe, [*options.overrides, *rest], options.nproc)
+    return _train(options.recipe, [*options.overrides, *rest], options.nproc, options.traceback)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--nproc", type=_process_count, metavar="N", help="start N local processes (default: 1)"
     )
+    train.add_argument("--traceback", action="store_true", help="show where an error came from")
     train.add_argument(
         "-h", "--help", action=_TrainHelp, nargs=0, help="show this text and all keys of a recipe"
     )
@@ -164,7 +169,7 @@ def _complain(message: str) -> int:
     return 2
 
 
-def _train(path: Path, overrides: Sequence[str], nproc: int | None) -> int:
+def _train(path: Path, overrides: Sequence[str], nproc: int | None, show_traceback: bool) -> int:
     from isoloss.train.recipe import RecipeError, check_world_size, load_recipe
 
     place = _rank_from_environment(os.environ)
@@ -174,12 +179,16 @@ def _train(path: Path, overrides: Sequence[str], nproc: int | None) -> int:
     try:
         check_world_size(load_recipe(path, overrides), world_size)
         if place is None and world_size > 1:
-            return _launch(path, overrides, world_size)
+            return _launch(path, overrides, world_size, show_traceback)
         _work(path, overrides, place)
     except RecipeError as error:
         if place is None or place.local_rank == 0:  # every rank of a machine reads the same file
             sys.stderr.write(f"{error}\n")
         return 2
+    except ValueError as error:
+        if place is not None:
+            raise  # torchrun tells which rank it was
+        return _show_failure(_Failure.of(error, rank=0), show_traceback)
     return 0
 
 
@@ -199,13 +208,40 @@ def _work(path: Path, overrides: Sequence[str], place: _Rank | None, reports: Pa
     from isoloss.train.trainer import run
 
     recipe = load_recipe(path, overrides)
-    text = path.read_text(encoding="utf-8")
     if place is None:
-        run(recipe, text)
+        run(recipe)
         return
     # The report is inside the group: it is written while the peers still wait for this rank.
     with process_group(**place._asdict()), _FailureReport(reports, place.rank):
-        record(run)(recipe, text)  # torchrun's summary shows what this records
+        record(run)(recipe)  # torchrun's summary shows what this records
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An exception that ended a rank, as it travels from a worker to the launcher."""
+
+    rank: int
+    time_ns: int
+    kind: str
+    message: str
+    traceback: str
+    is_ours: bool
+    """Raised by isoloss itself, about something that the user can change: the message says it all."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "_Failure":
+        frames = traceback.extract_tb(error.__traceback__)
+        package = str(Path(__file__).parent)
+        return cls(
+            rank=rank,
+            time_ns=time.time_ns(),
+            kind=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            is_ours=isinstance(error, ValueError)
+            and bool(frames)
+            and frames[-1].filename.startswith(package),
+        )
 
 
 class _FailureReport:
@@ -221,14 +257,8 @@ class _FailureReport:
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or self._directory is None or isinstance(error, KeyboardInterrupt | SystemExit):
             return
-        report = {
-            "rank": self._rank,
-            "time_ns": time.time_ns(),
-            "kind": type(error).__name__,
-            "message": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        }
-        (self._directory / f"{self._rank}.json").write_text(json.dumps(report), encoding="utf-8")
+        failure = _Failure.of(error, self._rank)
+        (self._directory / f"{self._rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
 
 
 def _worker(path: Path, overrides: Sequence[str], nproc: int, reports: Path) -> None:
@@ -245,7 +275,7 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _launch(path: Path, overrides: Sequence[str], nproc: int) -> int:
+def _launch(path: Path, overrides: Sequence[str], nproc: int, show_traceback: bool) -> int:
     """Start `nproc` local workers and wait; a failure is shown once, from the rank that failed first."""
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -275,7 +305,7 @@ def _launch(path: Path, overrides: Sequence[str], nproc: int) -> int:
         try:
             elastic_launch(config, _worker)(path, overrides, nproc, Path(directory))
         except ChildFailedError as error:
-            return _show_failure(Path(directory), *error.get_first_failure())
+            return _show_first_failure(Path(directory), *error.get_first_failure(), show_traceback)
         except SignalException as error:
             return 128 + error.sigval
         finally:
@@ -283,28 +313,37 @@ def _launch(path: Path, overrides: Sequence[str], nproc: int) -> int:
     return 0
 
 
-def _show_failure(reports: Path, rank: int, failure: Any) -> int:
+def _show_first_failure(reports: Path, rank: int, ended: "ProcessFailure", show_traceback: bool) -> int:
     """Show what failed first; the other ranks fail after it, because a peer is gone.
 
     Args:
         reports: where the workers wrote theirs.
         rank: the rank whose end the launcher noticed first.
-        failure: the launcher's `ProcessFailure` for it.
+        ended: what the launcher knows of it.
+        show_traceback: as `--traceback`.
     """
-    written = [json.loads(report.read_text(encoding="utf-8")) for report in reports.glob("*.json")]
-    if not written:
-        if failure.exitcode < 0:
-            cause = f"was killed by {signal.Signals(-failure.exitcode).name}; out of memory is a common cause"
-        else:
-            cause = f"ended with status {failure.exitcode} before it joined the run: {failure.message}"
-        sys.stderr.write(f"isoloss: rank {rank} {cause}\n")
-        return 1
-    first = min(written, key=lambda report: report["time_ns"])
-    if first["kind"] == "RecipeError":
-        sys.stderr.write(f"{first['message']}\n")
+    written = [
+        _Failure(**json.loads(report.read_text(encoding="utf-8"))) for report in reports.glob("*.json")
+    ]
+    if written:
+        return _show_failure(min(written, key=lambda failure: failure.time_ns), show_traceback)
+    if ended.exitcode < 0:
+        cause = f"was killed by {signal.Signals(-ended.exitcode).name}; out of memory is a common cause"
+    else:
+        cause = f"ended with status {ended.exitcode} before it joined the run: {ended.message}"
+    sys.stderr.write(f"isoloss: rank {rank} {cause}\n")
+    return 1
+
+
+def _show_failure(failure: _Failure, show_traceback: bool) -> int:
+    if failure.kind == "RecipeError":
+        sys.stderr.write(f"{failure.message}\n")
         return 2
-    sys.stderr.write(f"isoloss: rank {first['rank']} failed; the run has stopped\n\n{first['traceback']}")
-    if "by peer" in first["message"]:  # gloo's words; the rank that went first left no report
+    if failure.is_ours and not show_traceback:
+        sys.stderr.write(f"isoloss: {failure.message}\n")
+        return 1
+    sys.stderr.write(f"isoloss: rank {failure.rank} failed; the run has stopped\n\n{failure.traceback}")
+    if "by peer" in failure.message:  # gloo's words; the rank that went first left no report
         sys.stderr.write(
             "isoloss: a rank that wrote no error is gone, so it was probably killed; out of memory is a "
             "common cause\n"

@@ -463,12 +463,13 @@ def test_sizes_that_do_not_multiply_to_the_world_size() -> None:
         ("parallel.tp_size=2", "parallel.tp_size"),
         ("parallel.ep_size=2", "parallel.ep_size"),
         ("train.profile=true", "train.profile"),
+        ("train.peak_flops=1e15", "train.peak_flops"),
         ("model.attention=flash", "model.attention"),
     ],
 )
 def test_what_is_not_built_yet_is_refused(override: str, key: str) -> None:
     message = fault(GOOD, override)
-    assert message.startswith(f"override {override}: {key} ")
+    assert message.startswith(f"override {override}: {key}")
     assert "built yet" in message
 
 

@@ -144,11 +144,14 @@ def _in_order(problems: Sequence[Problem], document: LocatedYaml) -> list[Proble
         for problem in problems
     ]
 
-    def line(problem: Problem) -> float:
-        name, _, number = problem.location.rpartition(":")
-        return int(number) if name and number.isdecimal() else math.inf
+    places = {place: number for number, place in enumerate(dict.fromkeys(document.locations.values()))}
 
-    return sorted(dict.fromkeys(located), key=line)
+    def order(problem: Problem) -> tuple[float, int]:
+        name, _, number = problem.location.rpartition(":")
+        line = int(number) if name and number.isdecimal() else math.inf
+        return line, places.get(problem.location, 0)
+
+    return sorted(dict.fromkeys(located), key=order)
 
 
 class _Reading:

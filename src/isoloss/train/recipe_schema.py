@@ -335,6 +335,8 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
         refused["model", "attention"] = message
     if train and train.profile:
         refused["train", "profile"] = "train.profile is not built yet; remove it"
+    if train and train.peak_flops is not None:
+        refused["train", "peak_flops"] = "train.peak_flops: MFU is not built yet; remove it"
     if parallel:
         later = {
             "cp_size": parallel.cp_size,
