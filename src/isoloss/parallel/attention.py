@@ -51,8 +51,8 @@ def use_packed_attention(model: nn.Module) -> None:
     else:
         return
     raise ValueError(
-        f"{type(model).__name__} does not keep packed documents apart: {reason}; use a model whose layers are "
-        f"{' or '.join(SUPPORTED_LAYER_TYPES)} through transformers' attention interface"
+        f"{type(model).__name__} does not keep packed documents apart: {reason}; use a model whose layers "
+        f"are {' or '.join(SUPPORTED_LAYER_TYPES)} through transformers' attention interface"
     )
 
 
