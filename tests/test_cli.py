@@ -1,5 +1,6 @@
 """The command line: what it starts, what it prints, and with which status it ends."""
 
+import errno
 import os
 import signal
 import socket
@@ -65,6 +66,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "isoloss train recipes/quickstart.yaml --nproc 2" in text
     assert "torchrun --nproc-per-node 8 -m isoloss train" in text
     assert "windows_per_step (null)  Windows of an optimizer step over all ranks" in text
+    assert status("--version") == 0
+    assert capsys.readouterr().out.startswith("isoloss 0.")
     assert status("export", "--help") == 0
     assert "AutoModelForCausalLM.from_pretrained" in capsys.readouterr().out
 
@@ -160,6 +163,21 @@ def test_an_error_of_ours_is_shown_without_a_traceback(
     assert capsys.readouterr().err == "isoloss: alignment must be at least 1 slot, got 0\n"
     assert status("train", recipe, "--traceback") == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "addressed"),
+    [
+        (ValueError("data.window is 3; use 4"), True),
+        (FileNotFoundError("runs/a holds no run; give another folder"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RecipeError([]), True),
+        (RuntimeError("size mismatch"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_which_errors_need_no_traceback(error: Exception, addressed: bool) -> None:
+    assert cli._is_addressed(error) is addressed
 
 
 def test_any_other_error_keeps_its_traceback(

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from isoloss import __version__
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -107,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Distributed language-model training: the same loss however the work is split.",
         epilog="`isoloss COMMAND --help` explains a command and shows examples.",
     )
+    parser.add_argument("--version", action="version", version=f"isoloss {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train = commands.add_parser(
         "train",
@@ -185,7 +188,7 @@ def _train(path: Path, overrides: Sequence[str], nproc: int | None, show_traceba
         if place is None or place.local_rank == 0:  # every rank of a machine reads the same file
             sys.stderr.write(f"{error}\n")
         return 2
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError) as error:
         if place is not None:
             raise  # torchrun tells which rank it was
         return _show_failure(_Failure.of(error, rank=0), show_traceback)
@@ -238,10 +241,15 @@ class _Failure:
             kind=type(error).__name__,
             message=str(error),
             traceback="".join(traceback.format_exception(error)),
-            is_ours=isinstance(error, ValueError)
-            and bool(frames)
-            and frames[-1].filename.startswith(package),
+            is_ours=bool(frames) and frames[-1].filename.startswith(package) and _is_addressed(error),
         )
+
+
+def _is_addressed(error: BaseException) -> bool:
+    """Whether an error was written for the user, rather than met by accident."""
+    if isinstance(error, OSError):
+        return error.errno is None  # the system's own errors carry its number
+    return isinstance(error, ValueError) or type(error).__module__.startswith("isoloss.")
 
 
 class _FailureReport:

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pydantic
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from isoloss.train.recipe import (
     DataConfig,
@@ -24,6 +27,7 @@ from isoloss.train.recipe import (
     parse_recipe,
     windows_per_step,
 )
+from isoloss.train.recipe_file import write_yaml
 from isoloss.train.recipe_keys import FOREIGN_KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -519,6 +523,65 @@ def test_a_recipe_made_in_python_is_checked_too() -> None:
         TrainConfig(output_dir="x", max_steps="4")  # type: ignore[arg-type]
     with pytest.raises(pydantic.ValidationError):
         TrainConfig(output_dir="x", max_step=4)  # type: ignore[call-arg]
+
+
+_junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+_paths = st.sampled_from(
+    [
+        *[("model", field.name) for field in dataclasses.fields(ModelConfig)],
+        *[("data", field.name) for field in dataclasses.fields(DataConfig)],
+        *[("train", field.name) for field in dataclasses.fields(TrainConfig)],
+        *[("parallel", field.name) for field in dataclasses.fields(ParallelConfig)],
+        *[("data", "sources", index, key) for index in (0, 1) for key in ("name", "path", "weight", "other")],
+        *[
+            ("data", "sources", 0),
+            ("model",),
+            ("data",),
+            ("objective",),
+            ("train",),
+            ("other",),
+            ("train", "other"),
+        ],
+    ]
+)
+
+
+@given(st.lists(st.tuples(_paths, _junk), min_size=1, max_size=4))
+def test_no_value_anywhere_breaks_the_reader(changes: list[tuple[tuple[str | int, ...], object]]) -> None:
+    """Whatever stands where: a recipe, or faults that each name their place."""
+    values = yaml.safe_load(GOOD)
+    for path, junk in changes:
+        *above, key = path
+        inside = values
+        for step in above:
+            if isinstance(inside, dict):
+                inside = inside.setdefault(step, {})
+            elif isinstance(inside, list) and isinstance(step, int) and step < len(inside):
+                inside = inside[step]
+        if isinstance(inside, dict) or (isinstance(inside, list) and key in range(len(inside))):
+            inside[key] = junk
+    try:
+        recipe = parse_recipe(write_yaml(values))
+    except RecipeError as error:
+        assert all(problem.location.startswith("recipe.yaml:") for problem in error.problems)
+    else:
+        assert parse_recipe(dump_recipe(recipe)) == recipe
+
+
+def test_a_faulty_list_does_not_hide_other_faults() -> None:
+    lines = faults(GOOD, "train.report_to=[wandb]", "train.max_tokens=5", "data.sources.0=3", "data.window=0")
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == [
+        "train.report_to",
+        "train.max_steps",
+        "data.sources.0",
+        "data.window",
+    ]
 
 
 # files

@@ -215,8 +215,8 @@ class _Reading:
         elif fault["type"] == "missing":
             self._report(path, f"{dotted(path)} is missing; add it: {_meaning(owner, str(path[-1]))}")
         elif fault["type"] != "too_short" or not fault["input"]:  # else its elements have been reported
-            hint = _hint(fault) or "change it: " + _meaning(
-                owner, next(key for key in reversed(path) if isinstance(key, str))
+            hint = (
+                _hint(fault) or f"change it: {_meaning(owner, str(path[3 if owner is SourceConfig else 1]))}"
             )
             named = path[:-1] if fault["type"] == "literal_error" and isinstance(path[-1], int) else path
             message = f"{dotted(named)} must be {_expected(fault)}, got {_shown(fault['input'])}; {hint}"
@@ -250,11 +250,16 @@ class _Reading:
 def _mend(values: Any, location: tuple[Any, ...], kind: str) -> None:
     """Make `values` pass where it failed: drop the key, or name what is missing."""
     *above, key = location
+    if isinstance(key, int):  # an element of a list: the list goes
+        values.pop(location[0], None)
+        return
     for step in above:
+        if step not in (values if isinstance(values, dict) else range(len(values))):
+            return  # gone with an earlier fault
         values = values[step]
     if kind == "missing":
         values[key] = _MISSING
-    elif isinstance(values, dict):
+    else:
         values.pop(key, None)
 
 
@@ -264,8 +269,7 @@ def _keys(section: type) -> list[str]:
 
 def _meaning(section: type, key: str) -> str:
     """The docstring of a key, on one line."""
-    description = TypeAdapter(section).json_schema()
-    return str(description["properties"][key]["description"]).replace("\n", " ")
+    return str(vars(section)["__pydantic_fields__"][key].description).replace("\n", " ")
 
 
 def _expected(fault: ErrorDetails) -> str:

@@ -20,7 +20,7 @@ _OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def check_model_config(config: Mapping[str, Any], path: KeyPath = ("model", "config")) -> list[Problem]:
+def check_model_config(config: Mapping[Any, Any], path: KeyPath = ("model", "config")) -> list[Problem]:
     """Every key of a transformers configuration that is unknown, or whose value its class refuses.
 
     Args:

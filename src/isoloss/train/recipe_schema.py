@@ -45,7 +45,7 @@ class ModelConfig:
     path: _Text | None = None
     """Folder (or name) of a transformers model whose weights to start from. This or `config`."""
 
-    config: dict[str, Any] | None = None
+    config: dict[Any, Any] | None = None
     """A transformers configuration as a mapping with `model_type`, for a random start. This or `path`."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -54,7 +54,7 @@ class ModelConfig:
     attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
     """Attention over packed documents: `auto` takes the fastest that this machine has."""
 
-    lora: dict[str, Any] | None = None
+    lora: dict[Any, Any] | None = None
     """Options of low-rank adapters; null trains all parameters."""
 
 
