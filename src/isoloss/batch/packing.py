@@ -266,7 +266,7 @@ class Packer(Generic[K]):
         """What the buffer holds, as plain values and keys, without tokens.
 
         Returns:
-            "settings"; "rows", what of each row is in the buffer, oldest first, as (key, pieces the row was cut
+            "settings"; "rows", what the buffer holds of each row, oldest first, as (key, pieces it was cut
             into, [(piece, its tokens), ...] of those left); "record", the counters.
         """
         rows: dict[int, tuple[K, int, list[tuple[int, int]]]] = {}
