@@ -98,7 +98,7 @@ def test_sections_are_frozen_and_keyword_only() -> None:
 def test_the_quickstart_recipe_loads() -> None:
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", ["train.max_steps=4"])
     assert recipe.train.max_steps == 4
-    assert recipe.train.learning_rate == 3e-3
+    assert recipe.train.learning_rate == 4e-3
     assert windows_per_step(recipe, 1) == windows_per_step(recipe, 2) == windows_per_step(recipe, 4) == 4
     assert [source.name for source in recipe.data.sources] == ["code", "docs", "qa"]
     # 0, 30 and the last step are evaluated: the step before training and the last always are
