@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from isoloss.batch.document import IGNORE_INDEX, Document
 from isoloss.batch.layout import Layout
 from isoloss.batch.packed_batch import PackedBatch
+from isoloss.batch.packing import pack
 from isoloss.batch.targets import shift_targets
 from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
 from isoloss.objectives.loss_model import LossModel
@@ -45,6 +46,7 @@ __all__ = [
     "Trainer",
     "clip_grad_norm_",
     "linear_cross_entropy",
+    "pack",
     "shift_targets",
     "sum_gradients",
 ]

@@ -1,0 +1,59 @@
+"""Wraps a model for the data axes of a run: nothing, DDP, FSDP2 or HSDP."""
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from isoloss.topology import Topology
+
+
+def wrap_model(
+    loss_model: nn.Module, blocks: list[nn.Module], topology: Topology, *, bf16: bool = False
+) -> nn.Module:
+    """The model as the step calls it; its gradients still have to be told to sum (`sum_gradients`).
+
+    Args:
+        loss_model: the model with its loss, wrapped as a whole so that the head runs inside.
+        blocks: its repeated parts, each of which FSDP2 gathers by itself.
+        topology: of the run. dp_shard x cp x sp above 1 shards (FSDP2, with dp_replicate above 1 HSDP);
+            else dp_replicate above 1 replicates (DDP).
+        bf16: whether FSDP2 computes in bfloat16 and reduces in float32. For the others see
+            `compute_context`.
+    """
+    loss_model.to(topology.device)
+    mesh = topology.fsdp_mesh
+    if mesh is None or topology.world_size == 1:
+        return loss_model
+    if not _shards(topology):
+        devices = [topology.device] if topology.device.type == "cuda" else None
+        with warnings.catch_warnings():
+            # torch 2.13 renames broadcast_buffers; 2.11 knows the old name only
+            warnings.simplefilter("ignore", FutureWarning)
+            # Buffers (rotary frequencies) are the same everywhere; broadcasting them costs a collective each.
+            return DistributedDataParallel(
+                loss_model, device_ids=devices, process_group=topology.loss_group, broadcast_buffers=False
+            )
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(loss_model, **options)  # changes the module's class in place
+    return loss_model
+
+
+def compute_context(topology: Topology, *, bf16: bool) -> AbstractContextManager[Any]:
+    """What forward runs in: autocast for bfloat16 without FSDP2, which casts by itself."""
+    if not bf16 or _shards(topology):
+        return nullcontext()
+    return torch.autocast(topology.device.type, dtype=torch.bfloat16)
+
+
+def _shards(topology: Topology) -> bool:
+    return topology.dp_shard_size * topology.cp_size * topology.sp_size > 1

@@ -1,0 +1,1 @@
+"""The trainer: recipes, the loop, checkpoints, trackers and progress."""

@@ -1,0 +1,105 @@
+"""The model and tokenizer of a recipe."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from isoloss.train.recipe import DataConfig, Recipe
+
+MODEL_FOLDER = "model"
+"""Folder of a run with the model's config and tokenizer, for export."""
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of `data.tokenizer`, else of `model.path`, with the recipe's chat template.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    key, name = "data.tokenizer", recipe.data.tokenizer
+    if name is None:
+        key, name = "model.path", recipe.model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key}: no tokenizer can be loaded from {name!r} ({_first_line(error)}); give a folder with "
+            "tokenizer.json and tokenizer_config.json, as tokenizer.save_pretrained writes it"
+        ) from error
+    template = _chat_template(recipe.data)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _chat_template(data: DataConfig) -> str | None:
+    if data.chat_template is None:
+        return None
+    if "{" in data.chat_template:
+        return data.chat_template
+    path = Path(data.chat_template)
+    if not path.is_file():
+        raise ValueError(
+            f"data.chat_template: {path} is no file, and no Jinja text either (it has no braces); give a "
+            "path or the template itself"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A causal language model: the weights of `model.path`, or a random start from `model.config` and seed.
+
+    Every rank builds the same weights.
+
+    Raises:
+        ValueError: the folder holds no model, the vocabulary is smaller than the tokenizer's, or dropout is
+            on, with which the loss would depend on the order of the work.
+    """
+    model = recipe.model
+    dtype = getattr(torch, model.dtype)
+    torch.manual_seed(recipe.train.seed)
+    if model.path is not None:
+        try:
+            built = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"model.path: no causal language model can be loaded from {model.path!r} "
+                f"({_first_line(error)}); give a folder with config.json and safetensors weights"
+            ) from error
+    else:
+        options = dict(model.config or {})
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if name not in options:
+                setattr(config, name, _token_id(tokenizer, name))
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    vocabulary = built.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {vocabulary}; set "
+            f"model.config.vocab_size to at least {len(tokenizer)}, or use the model's own tokenizer"
+        )
+    if recipe.train.gradient_checkpointing:
+        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return built.train()
+
+
+def transformer_blocks(model: Any) -> list[nn.Module]:
+    """The repeated blocks of a transformers model: what its authors say must not be split."""
+    names: set[str] = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }[name]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

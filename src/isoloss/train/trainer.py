@@ -1,0 +1,387 @@
+"""The training loop: windows in, optimizer steps out, every number of them exact in every layout."""
+
+import logging
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from rich.console import Console
+
+from isoloss.objectives.loss_model import LossModel
+from isoloss.parallel.wrap import compute_context, wrap_model
+from isoloss.reduction.gradients import clip_grad_norm_, sum_gradients
+from isoloss.reduction.ledger import Ledger
+from isoloss.reduction.maxima import reduce_maxima
+from isoloss.reduction.record import StepRecord
+from isoloss.reduction.step import Step
+from isoloss.reduction.terms import Term
+from isoloss.topology import Topology
+from isoloss.train.checkpoint import Checkpointer, CheckpointError, find_checkpoint, read_state
+from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, transformer_blocks
+from isoloss.train.optimizer import build_optimizer, learning_rate_factor
+from isoloss.train.progress import ProgressDisplay, channel_table
+from isoloss.train.recipe import Recipe, dump_recipe
+from isoloss.train.rundir import set_aside
+from isoloss.train.trackers import Tracker, open_trackers, read_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is not finite, and the recipe says to stop."""
+
+
+def run(recipe: Recipe, console: Console | None = None) -> None:
+    """Train a recipe as one rank of the run that this process has joined, or alone."""
+    parallel = recipe.parallel
+    topology = Topology(
+        dp_replicate_size=parallel.dp_replicate_size,
+        dp_shard_size=parallel.dp_shard_size,
+        cp_size=parallel.cp_size,
+        sp_size=parallel.sp_size,
+        tp_size=parallel.tp_size,
+        ep_size=parallel.ep_size,
+        device=None if torch.distributed.is_initialized() else _lone_device(),
+    )
+    Trainer(recipe, topology, console).train()
+
+
+def _lone_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass
+class LogWindow:
+    """What has happened since the last logged step."""
+
+    record: StepRecord | None = None
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    max_document_length: int = 0
+
+    def add(self, step: Step, *, step_seconds: float, data_seconds: float) -> None:
+        """Add a closed step."""
+        self.record = step.record if self.record is None else self.record + step.record
+        self.step_seconds += step_seconds
+        self.data_seconds += data_seconds
+        self.max_document_length = max(self.max_document_length, step.max_document_length)
+
+
+@final
+class Trainer:
+    """Trains the model of a recipe.
+
+    Args:
+        recipe: what to train.
+        topology: of the run.
+        console: where rank 0 shows progress; None: standard output.
+
+    Raises:
+        ValueError: data, model, tokenizer or checkpoint do not fit the recipe; says which key to change.
+
+    Collectives: every rank constructs it alike, and calls `train`.
+    """
+
+    def __init__(self, recipe: Recipe, topology: Topology, console: Console | None = None) -> None:
+        self.recipe = recipe
+        self.topology = topology
+        self.output_dir = Path(recipe.train.output_dir)
+        self.num_steps = 0
+        """Optimizer steps done."""
+        self._console = console if console is not None else Console()
+        self._resume_from = find_checkpoint(self.output_dir, recipe.train.resume_from_checkpoint)
+        self.tokenizer = load_tokenizer(recipe)
+        self.data = open_data(recipe, self.tokenizer, topology)
+        loss_model = LossModel(build_model(recipe, self.tokenizer))
+        self.model: Any = loss_model.model
+        self._wrapped = wrap_model(
+            loss_model, transformer_blocks(self.model), topology, bf16=recipe.train.bf16
+        )
+        self._gradients = sum_gradients(self._wrapped, topology)
+        self._optimizer = build_optimizer(
+            self.model,
+            learning_rate=recipe.train.learning_rate,
+            betas=(recipe.train.adam_beta1, recipe.train.adam_beta2),
+            epsilon=recipe.train.adam_epsilon,
+            weight_decay=recipe.train.weight_decay,
+        )
+        self.ledger = Ledger(
+            [Term("text", recipe.objective.loss_reduction)], channels=self.data.channels, topology=topology
+        )
+        self._checkpointer = Checkpointer(
+            self.output_dir,
+            self.model,
+            self._optimizer,
+            topology,
+            keep=recipe.train.save_total_limit,
+        )
+        self._log_window = LogWindow()
+        self._total_steps = self._count_steps()
+        if self._resume_from is not None:
+            self._resume(self._resume_from)
+
+    # -- the run
+
+    def train(self) -> None:
+        """Run to the end of the recipe: steps, evaluations, checkpoints, the table of channels.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite and train.on_nonfinite is "stop".
+            CheckpointError: the checkpoint at the end could not be written.
+        """
+        settings = self.recipe.train
+        self._prepare_output()
+        trackers: list[Tracker] = []
+        display = None
+        if self.topology.rank == 0:
+            trackers = open_trackers(self.output_dir, settings.report_to, self.num_steps)
+            display = ProgressDisplay(self._console, self._total_steps, self.num_steps)
+            if self._resume_from is not None:
+                display.say(f"resumed from {self._resume_from} after step {self.num_steps}")
+        has_more = True
+        saved_at = self.num_steps
+        try:
+            if self.num_steps == 0:
+                self._write(trackers, display, self._evaluate())
+            while has_more and self._progress() < 1.0:
+                has_more = self._train_step()
+                ends = not has_more or self._progress() >= 1.0
+                metrics: dict[str, float] = {}
+                if ends or self.num_steps % settings.logging_steps == 0:
+                    metrics |= self._log_metrics()
+                if ends or (settings.eval_steps and self.num_steps % settings.eval_steps == 0):
+                    metrics |= self._evaluate()
+                self._write(trackers, display, metrics)
+                if ends or (settings.save_steps and self.num_steps % settings.save_steps == 0):
+                    self._save(last=ends)
+                    saved_at = self.num_steps
+                self._checkpointer.poll()
+            if saved_at == 0 and self.num_steps == 0:
+                raise ValueError("the run has no step: its data ended before the first window")
+            self._checkpointer.finish()
+        finally:
+            if display is not None:
+                display.close()
+            for tracker in trackers:
+                tracker.close()
+        if self.topology.rank == 0:
+            self._show_result()
+
+    def _train_step(self) -> bool:
+        """One optimizer step. Returns whether any rank has data for another."""
+        started = time.perf_counter()
+        windows, has_more = self.data.next_step()
+        data_seconds = time.perf_counter() - started
+        rate = self._learning_rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        with self.ledger.step(windows, gradients=self._gradients, has_more=has_more) as step:
+            for batch in step:
+                with compute_context(self.topology, bf16=self.recipe.train.bf16):
+                    share = self._wrapped(step, batch)
+                share.backward()
+        limit = self.recipe.train.max_grad_norm
+        norm = float(clip_grad_norm_(self._wrapped, float("inf") if limit is None else limit))
+        faults = step.record.nonfinite()
+        if not faults and not torch.isfinite(torch.tensor(norm)):
+            faults = [f"the gradient (norm {norm})"]
+        self.num_steps += 1
+        if faults:
+            self._skip(faults)
+        else:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._last_norm, self._last_rate = norm, rate
+        self._log_window.add(step, step_seconds=time.perf_counter() - started, data_seconds=data_seconds)
+        return step.has_more
+
+    def _skip(self, faults: Sequence[str]) -> None:
+        """Leave the weights as they are: the record and the norm are global, so all ranks do alike."""
+        message = f"step {self.num_steps}: not finite: {'; '.join(faults)}"
+        if self.recipe.train.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"{message}. The weights are those before this step; train.on_nonfinite: skip would go on"
+            )
+        self.ledger.skip_step()
+        if self.topology.rank == 0:
+            logger.warning("isoloss: %s; the step is skipped, the weights stay as they are", message)
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Exact losses over the held-out windows: one step of the ledger, however many windows there are."""
+        if not self.data.eval_windows:
+            return {}
+        self._wrapped.eval()
+        with self.ledger.step(self.data.eval_windows, training=False) as step:
+            for batch in step:
+                with compute_context(self.topology, bf16=self.recipe.train.bf16):
+                    self._wrapped(step, batch)
+        self._wrapped.train()
+        return step.metrics()
+
+    def _log_metrics(self) -> dict[str, float]:
+        """The numbers of the steps since the last logged one.
+
+        Collectives: one MAX.
+        """
+        window, self._log_window = self._log_window, LogWindow()
+        assert window.record is not None
+        steps = window.record.num_steps
+        metrics = self.ledger.metrics(window.record)
+        metrics["data/digest"] = float(window.record.digest)
+        metrics["train/grad_norm"] = self._last_norm
+        metrics["train/learning_rate"] = self._last_rate
+        slowest = reduce_maxima(
+            {
+                "packing/max_document_length": window.max_document_length,
+                "time/step": window.step_seconds / steps,
+                "time/data": window.data_seconds / steps,
+                "memory/max_reserved_gib": _memory_gib(self.topology.device),
+            },
+            self.topology,
+        )
+        metrics |= slowest
+        for kind in ("source", "physical"):
+            rate = metrics[f"tokens/{kind}"] / (steps * slowest["time/step"])
+            metrics[f"throughput/{kind}_tokens_per_sec"] = rate
+            metrics[f"throughput/{kind}_tokens_per_sec_per_device"] = rate / self.topology.world_size
+        return metrics
+
+    def _write(
+        self, trackers: Sequence[Tracker], display: ProgressDisplay | None, metrics: dict[str, float]
+    ) -> None:
+        if metrics:
+            for tracker in trackers:
+                tracker.log(self.num_steps, metrics)
+        if display is not None:
+            display.advance(self.num_steps, self._progress(), metrics)
+
+    # -- how far the run is
+
+    def _count_steps(self) -> int | None:
+        """Steps of the run; None where tokens end it."""
+        settings = self.recipe.train
+        if settings.max_steps is not None:
+            return settings.max_steps
+        if settings.num_train_epochs is not None:
+            windows = reduce_maxima({"windows": float(self.data.count_steps())}, self.topology)
+            return int(windows["windows"])
+        return None
+
+    def _progress(self) -> float:
+        """Part of the run that is done, in [0, 1]; the same on every rank."""
+        if self._total_steps is not None:
+            return min(1.0, self.num_steps / self._total_steps)
+        assert self.recipe.train.max_tokens is not None
+        return min(1.0, self.ledger.totals["source"] / self.recipe.train.max_tokens)
+
+    def _learning_rate(self) -> float:
+        settings = self.recipe.train
+        return settings.learning_rate * learning_rate_factor(
+            self.num_steps,
+            self._progress(),
+            schedule=settings.lr_scheduler_type,
+            warmup_steps=settings.warmup_steps,
+        )
+
+    # -- the folder of the run
+
+    def _prepare_output(self) -> None:
+        """Make the folder, on rank 0: earlier runs are set aside, recipe, config and tokenizer written."""
+        if self.topology.rank != 0:
+            return
+        if self._resume_from is None:
+            aside = set_aside(self.output_dir)
+            if aside is not None:
+                self._console.print(
+                    f"{self.output_dir} holds an earlier run, which is now {aside}; to go on with one, set "
+                    "train.resume_from_checkpoint=auto",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        resolved = dump_recipe(self.recipe)
+        (self.output_dir / "recipe.yaml").write_text(resolved, encoding="utf-8")
+        self.model.config.save_pretrained(self.output_dir / MODEL_FOLDER)
+        self.tokenizer.save_pretrained(self.output_dir / MODEL_FOLDER)
+        if self._resume_from is None:
+            self._console.print(resolved, highlight=False, markup=False, soft_wrap=True)
+
+    def _save(self, *, last: bool) -> None:
+        """Start a checkpoint. One that fails in mid-run is reported, and training goes on."""
+        state = {
+            "ledger": self.ledger.state_dict(),
+            "data": self.data.identity(),
+            "log_window": self._pending_state(),
+        }
+        try:
+            held_up = self._checkpointer.save(self.num_steps, state, self.data.lane_states())
+            logger.debug("isoloss: checkpoint %d held training up for %.3f s", self.num_steps, held_up)
+            if last:
+                self._checkpointer.finish()
+        except CheckpointError as error:
+            if last:
+                raise
+            if self.topology.rank == 0:
+                logger.error("isoloss: %s. Training goes on; the next checkpoint is tried as planned", error)
+
+    def _pending_state(self) -> dict[str, Any] | None:
+        window = self._log_window
+        if window.record is None:
+            return None
+        return {
+            "opening": window.record.opening.tolist(),
+            "closing": window.record.closing.tolist(),
+            "num_steps": window.record.num_steps,
+            "step_seconds": window.step_seconds,
+            "data_seconds": window.data_seconds,
+            "max_document_length": window.max_document_length,
+        }
+
+    def _resume(self, folder: Path) -> None:
+        state = read_state(folder)
+        self._checkpointer.load(folder)
+        self.ledger.load_state_dict(state["ledger"])
+        self.data.load(state["data"], {int(lane): value for lane, value in state["lanes"].items()})
+        self.num_steps = state["step"]
+        pending = state["log_window"]
+        if pending is not None:
+            self._log_window = LogWindow(
+                record=self.ledger.restore_record(
+                    pending["opening"], pending["closing"], pending["num_steps"]
+                ),
+                step_seconds=pending["step_seconds"],
+                data_seconds=pending["data_seconds"],
+                max_document_length=pending["max_document_length"],
+            )
+
+    def _show_result(self) -> None:
+        evaluations = [line for line in read_metrics(self.output_dir) if "eval/loss" in line]
+        first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+        self._console.print(channel_table(self.data.channels, self.ledger.channel_totals, first, last))
+        run_dir = self.output_dir
+        self._console.print(
+            f"The run is in {run_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made.\n"
+            "What to try next:\n"
+            f"  isoloss export {run_dir}\n"
+            "      a folder for transformers: AutoModelForCausalLM.from_pretrained\n"
+            f"  isoloss train {run_dir}/recipe.yaml train.output_dir={run_dir}-sample "
+            "objective.loss_reduction=sample\n"
+            "      the same run with another weighting of documents\n"
+            "  isoloss train --help\n"
+            "      every key of a recipe",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _memory_gib(device: torch.device) -> float:
+    """Most memory reserved so far on a CUDA device, or resident in this process on the CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
