@@ -26,7 +26,8 @@ def shard_slots(layout: Layout, *, cp_size: int, cp_rank: int, sp_size: int, sp_
         int64[T / (cp_size * sp_size)]. Over all ranks every slot occurs exactly once.
 
     Raises:
-        ValueError: the alignment is no multiple of 2 * cp_size or T none of 2 * cp_size * sp_size.
+        ValueError: with cp_size above 1 a stride is no multiple of 2 * cp_size (an alignment that is one
+            makes all strides so), or T none of 2 * cp_size * sp_size.
     """
     slots = _context_slots(layout, cp_size, cp_rank)
     if len(slots) % sp_size or (cp_size > 1 and layout.physical_tokens % (2 * cp_size * sp_size)):
