@@ -571,11 +571,12 @@ def test_bit_identical_from_run_to_run(backend: str, options: dict[str, Any]) ->
 def test_the_loss_is_the_sum_of_the_token_losses(backend: str) -> None:
     """Row 12: the numbers handed out are the numbers that were summed, and they carry no graph."""
     case = make_case(dtype=torch.float32, z_loss=0.1)
-    case.token_weights = torch.rand(19)
+    assert case.token_weights is not None
+    case.token_weights = case.token_weights.float()
     output = case.run(backend, chunk_size=4)
     assert not output.token_losses.requires_grad and not output.token_z_losses.requires_grad
     total = (case.token_weights * (output.token_losses + output.token_z_losses)).sum()
-    assert_close(output.loss, total, 1e-7)
+    assert_close(output.loss, total, 1e-6)
 
 
 @for_each_backend

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isoloss.losses.linear_cross_entropy.huge_pages import advise_huge_pages
 from isoloss.losses.linear_cross_entropy.problem import (
     LinearCrossEntropyOutput,
     Problem,
@@ -28,10 +29,11 @@ from isoloss.losses.linear_cross_entropy.row_losses import block_rows, compute_r
 def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -> int:
     """Rows whose logits exist at the same time, from the shape and the options alone.
 
-    Each chunk streams the weight and its gradient, so it wants many rows; about H rows make the logits as
-    large as the weight gradient, which exists anyway. So there are ceil(num_rows / t) chunks of equal size,
-    with t = H held between 256 and 1024. Free memory plays no part: ranks would lose step, and runs their
-    bits.
+    Each chunk streams the weight and its gradient once, which 512 rows pay for; from there to H rows the
+    logits are no larger than the weight gradient, which exists anyway. So rows are cut into equal chunks of
+    nearly t = H, held between 512 and 1024: round(num_rows / t) of them, at least one. Rounding to the
+    nearest keeps a few rows above t from being cut in two halves, which would be slower. Free memory plays
+    no part: ranks would lose step, and runs their bits.
 
     Args:
         num_rows: rows to compute: those with a target on CPU; all rows on other devices, where the number
@@ -40,17 +42,18 @@ def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -
         chunk_size: an explicit choice, used as it is.
 
     Returns:
-        At least 1, at most `max(num_rows, 1)`.
+        At least 1, at most `max(num_rows, 1)` and 1536.
 
     Example:
-        >>> chunk_rows(2048, 512), chunk_rows(2050, 512), chunk_rows(7, 512), chunk_rows(2048, 512, 100)
-        (512, 410, 7, 100)
+        >>> chunk_rows(2048, 512), chunk_rows(2050, 512), chunk_rows(700, 512), chunk_rows(2048, 512, 100)
+        (512, 513, 700, 100)
     """
     if num_rows == 0:
         return 1
     if chunk_size is not None:
         return min(chunk_size, num_rows)
-    num_chunks = -(-num_rows // min(max(hidden_size, 256), 1024))
+    target = min(max(hidden_size, 512), 1024)
+    num_chunks = max(1, (2 * num_rows + target) // (2 * target))
     return -(-num_rows // num_chunks)
 
 
@@ -236,6 +239,7 @@ def _compute_in_chunks(
     chunk = chunk_rows(rows.count, hidden_size, problem.chunk_size)
     block = block_rows(chunk, vocabulary, hidden.device)
     buffer = hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
+    advise_huge_pages(buffer)
     for start in range(0, rows.count, chunk):
         stop = min(start + chunk, rows.count)
         is_first = start == 0
@@ -334,5 +338,8 @@ def _new_row_gradients(tensor: Tensor) -> Tensor:
 
 def _new_sum(like: Tensor, dtype: torch.dtype, num_rows: int) -> Tensor:
     """Contiguous memory for a sum over rows, zeros if there are none to write it."""
-    new = torch.empty if num_rows else torch.zeros
-    return new(like.shape, dtype=dtype, device=like.device)
+    if num_rows == 0:
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+    total = torch.empty(like.shape, dtype=dtype, device=like.device)
+    advise_huge_pages(total)
+    return total
