@@ -45,15 +45,20 @@ def check_unit(documents: Sequence[Document], key: object, term: str) -> None:
 
 def _check_lengths(document: Document, name: str, term: str) -> None:
     expected = len(document)
-    columns: dict[str, Any] = {}
+    columns: dict[str, Any] = {"input_ids": document.input_ids}
     if document.labels is not None:
         columns["labels"] = document.labels
+    for other, values in document.term_labels.items():
+        columns[f"term_labels[{other!r}]"] = values
     if not isinstance(document.weight, int | float):
         columns["weight"] = document.weight
     elif not 0.0 <= document.weight < float("inf"):
         raise ValueError(f"{name} has weight {document.weight}; a weight is a finite number from 0")
-    for other, values in document.term_labels.items():
-        columns[f"term_labels[{other!r}]"] = values
+    for column, values in columns.items():
+        if isinstance(values, Tensor) and values.ndim != 1:
+            raise ValueError(
+                f"{name} has {column} of shape {list(values.shape)}; give one dimension, one value a token"
+            )
     for extra, values in document.token_extras.items():
         columns[f"token_extras[{extra!r}]"] = values
     for column, values in columns.items():
@@ -61,6 +66,10 @@ def _check_lengths(document: Document, name: str, term: str) -> None:
             raise ValueError(
                 f"{name} has {expected} tokens and {len(values)} {column}; give one for each token"
             )
+    if "weight" in columns:
+        weights = torch.as_tensor(columns["weight"])
+        if not bool(((weights >= 0) & weights.isfinite()).all()):
+            raise ValueError(f"{name} has a weight that is negative or not finite; use finite weights from 0")
     if term in document.term_labels:
         raise ValueError(
             f"{name} has term_labels for {term!r}, the term of its labels; use `labels`, or another term"

@@ -55,5 +55,12 @@ class Document:
 
 
 def as_int64(values: IntSequence) -> Tensor:
-    """`values` as an int64 tensor on the CPU."""
-    return torch.as_tensor(values, dtype=torch.int64)
+    """`values` as an int64 tensor.
+
+    Raises:
+        TypeError: they are no integers; torch would cut the fractions off without a word.
+    """
+    tensor = torch.as_tensor(values)
+    if tensor.is_floating_point() and tensor.numel():
+        raise TypeError(f"expected integers, got {tensor.dtype}; give token ids and labels as integers")
+    return tensor.to(torch.int64)
