@@ -184,7 +184,7 @@ class Layout:
 
     def document_ids(self) -> Tensor:
         """Index of each slot's document, int64[T], -1 where a slot holds no token. Prefixes have an index."""
-        return self._per_token(list(range(len(self.document_lengths))))
+        return self._document_ids.clone()
 
     def counted_document_ids(self) -> Tensor:
         """As `document_ids`, numbered over the `num_documents` counted documents; -1 in a prefix."""
@@ -196,34 +196,36 @@ class Layout:
 
     def token_sources(self) -> Tensor:
         """Channel index of each slot's document, int64[T], -1 where there is none."""
-        return self._per_token(list(self.document_sources))
+        return self._per_token(self.document_sources)
 
     def position_ids(self) -> Tensor:
         """Position of each slot in its document, int64[T], after its parent's; 0 where no token is."""
-        positions = torch.zeros(self.physical_tokens, dtype=torch.int64)
-        for start, length, context in zip(
-            self.document_starts, self.document_lengths, self.document_contexts, strict=True
-        ):
-            positions[start : start + length] = torch.arange(context, context + length)
-        return positions
+        firsts = [
+            start - context
+            for start, context in zip(self.document_starts, self.document_contexts, strict=True)
+        ]
+        positions = torch.arange(self.physical_tokens) - self._per_token(firsts)
+        return positions.masked_fill_(self._document_ids < 0, 0)
 
     def is_token(self) -> Tensor:
         """Whether a slot holds a token of a document, bool[T]."""
-        return self.document_ids() >= 0
+        return self._document_ids >= 0
 
-    def _per_token(self, values: list[int]) -> Tensor:
+    def _per_token(self, values: Sequence[int]) -> Tensor:
         """`values[d]` at the tokens of document d, -1 elsewhere, int64[T]."""
-        strides = self.document_strides
-        pieces = [value for value in values for _ in range(2)]
-        runs = [
-            run
-            for length, stride in zip(self.document_lengths, strides, strict=True)
-            for run in (length, stride - length)
-        ]
-        pieces[1::2] = [-1] * len(values)
-        pieces.append(-1)
+        return torch.tensor([*values, -1])[self._document_ids]
+
+    @cached_property
+    def _document_ids(self) -> Tensor:
+        runs, owners = [], []
+        for index, (length, stride) in enumerate(
+            zip(self.document_lengths, self.document_strides, strict=True)
+        ):
+            runs += [length, stride - length]
+            owners += [index, -1]
         runs.append(self.physical_tokens - self.aligned_tokens)
-        return torch.repeat_interleave(torch.tensor(pieces), torch.tensor(runs))
+        owners.append(-1)
+        return torch.repeat_interleave(torch.tensor(owners), torch.tensor(runs))
 
 
 def _rebuild(
@@ -239,6 +241,8 @@ def _rebuild(
 
 def _integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
     listed = values.tolist() if isinstance(values, Tensor) else list(values)
+    if set(map(type, listed)) <= {int}:  # nearly always, and asking each for a protocol is slow
+        return tuple(listed)
     for index, value in enumerate(listed):
         if isinstance(value, bool) or not isinstance(value, SupportsIndex):
             raise TypeError(f"{name}[{index}] must be an integer, got {value!r} of {type(value).__name__}")
@@ -251,6 +255,8 @@ def _column(name: str, values: Sequence[int] | Tensor | None, count: int) -> tup
     column = _integers(name, values)
     if len(column) != count:
         raise ValueError(f"{name} has {len(column)} entries for {count} documents; give one per document")
+    if min(column, default=-1) >= -1:
+        return column
     for index, value in enumerate(column):
         if value < -1:
             raise ValueError(f"{name}[{index}] is {value}; use an index from 0, or -1 for none")

@@ -10,6 +10,7 @@ from torch import Tensor
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.weighting import weigh_documents
 from isoloss.reduction.record import Declaration
+from isoloss.reduction.terms import Term
 
 
 def count_windows(
@@ -24,53 +25,63 @@ def count_windows(
     """
     schema = declaration.opening
     vector = schema.zeros()
+    layouts = [window.layout for window in windows]
+    if not layouts:
+        return vector
+    # One pass over the documents of all windows: many small operations would cost more than the counting.
+    sources = torch.tensor([source for layout in layouts for source in layout.document_sources])
+    channels = channel_indices(sources.to(torch.int64), declaration)
     weights = schema.block(vector, "weights")
     targets = schema.block(vector, "targets")
-    tokens = schema.block(vector, "tokens")
-    documents = schema.block(vector, "documents")
     channel_weights = schema.block(vector, "channel_weights")
-    channel_counts = schema.block(vector, "channel_counts")
-    declared = {term.name for term in declaration.terms}
-    known = torch.tensor(sorted(known_channels), dtype=torch.int64)
-    for window in windows:
-        layout = window.layout
-        sources = torch.tensor(layout.document_sources, dtype=torch.int64)
-        channels = channel_indices(sources, declaration)
-        for index, term in enumerate(declaration.terms):
-            counts = window.counts.get(term.name)
-            if counts is None:
-                continue
-            document_weights = weigh_documents(counts, term.reduction, layout)
-            weights[index] += document_weights.sum()
-            targets[index] += counts.num_targets.sum()
-            if declaration.channels:
-                channel_weights[index].index_add_(0, channels, document_weights)
-        tokens += torch.stack(
+    for index, term in enumerate(declaration.terms):
+        document_weights = torch.cat([_term_weights(window, term) for window in windows])
+        weights[index] = document_weights.sum()
+        targets[index] = sum(_num_targets(window, term.name) for window in windows)
+        if declaration.channels:
+            channel_weights[index].index_add_(0, channels, document_weights)
+    loss_tokens = torch.cat([window.loss_tokens for window in windows])
+    schema.block(vector, "tokens").copy_(
+        torch.tensor(
             [
-                window.loss_tokens.sum(),
-                torch.tensor(layout.source_tokens),
-                torch.tensor(layout.aligned_tokens),
-                torch.tensor(layout.physical_tokens),
+                int(loss_tokens.sum()),
+                sum(layout.source_tokens for layout in layouts),
+                sum(layout.aligned_tokens for layout in layouts),
+                sum(layout.physical_tokens for layout in layouts),
             ]
         )
-        documents += layout.num_documents
-        schema.block(vector, "digest").add_(digest_documents(window))
-        schema.block(vector, "unknown_term").add_(
-            sum(
-                int(counts.num_targets.sum())
-                for name, counts in window.counts.items()
-                if name not in declared
-            )
+    )
+    schema.block(vector, "documents").fill_(sum(layout.num_documents for layout in layouts))
+    schema.block(vector, "digest").fill_(sum(digest_documents(window) for window in windows))
+    declared = {term.name for term in declaration.terms}
+    schema.block(vector, "unknown_term").fill_(
+        sum(
+            _num_targets(window, name) for window in windows for name in window.counts if name not in declared
         )
-        if declaration.channels:
-            lengths = torch.tensor(layout.document_lengths, dtype=torch.float64)
-            counted = ~torch.tensor(layout.is_prefix, dtype=torch.bool)
-            for row, values in enumerate((window.loss_tokens, lengths, counted)):
-                channel_counts[row].index_add_(0, channels, values.to(torch.float64))
-            unknown = (sources >= len(declaration.channels)) & ~torch.isin(sources, known)
-            schema.block(vector, "unknown_channel").add_(unknown.sum())
-            schema.block(vector, "missing_channel").add_((sources < 0).sum())
+    )
+    if declaration.channels:
+        lengths = torch.tensor([length for layout in layouts for length in layout.document_lengths])
+        counted = torch.tensor([not prefix for layout in layouts for prefix in layout.is_prefix])
+        channel_counts = torch.stack([loss_tokens, lengths, counted]).to(torch.float64)
+        schema.block(vector, "channel_counts").index_add_(1, channels, channel_counts)
+        new = undeclared_channels(declaration, windows).difference(known_channels)
+        if new:
+            schema.block(vector, "unknown_channel").fill_(sum(source in new for source in sources.tolist()))
+        schema.block(vector, "missing_channel").fill_((sources < 0).sum())
     return vector
+
+
+def _term_weights(window: PackedBatch, term: Term) -> Tensor:
+    """Weight of each document of the window in the term's denominator; zeros where the term has no target."""
+    counts = window.counts.get(term.name)
+    if counts is None:
+        return torch.zeros(len(window.layout.document_lengths), dtype=torch.float64)
+    return weigh_documents(counts, term.reduction, window.layout)
+
+
+def _num_targets(window: PackedBatch, term: str) -> int:
+    counts = window.counts.get(term)
+    return 0 if counts is None else int(counts.num_targets.sum())
 
 
 def channel_indices(sources: Tensor, declaration: Declaration) -> Tensor:

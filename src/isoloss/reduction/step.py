@@ -121,6 +121,8 @@ class Step:
         self._was_entered = False
         self._denominators: Denominators | None = None
         self._closing: Tensor | None = None
+        self._blocks: dict[str, Tensor] = {}
+        """Views of the closing vector."""
         self._opening: Tensor | None = None
         self._record: StepRecord | None = None
         self._pending: tuple[Tensor, dist.Work | None] | None = None
@@ -184,6 +186,7 @@ class Step:
         self._denominators = None
         self._opening = None
         self._closing = None
+        self._blocks = {}
         self._pending = None
         self._record = None
         self._windows = ()
@@ -238,9 +241,8 @@ class Step:
             token_weights=self._scaled(weights, index, _compute_dtype(rows)),
             **kernel_options,
         )
-        self._record_tokens(
-            index, batch, targets, weights, output.token_losses, output.token_z_losses, output.loss
-        )
+        z_losses = output.token_z_losses if kernel_options.get("z_loss") else None
+        self._record_tokens(index, batch, targets, weights, output.token_losses, z_losses, output.loss)
         return self._watched(output.loss)
 
     def loss_from_logits(self, logits: Tensor, batch: PackedBatch, *, term: str | None = None) -> Tensor:
@@ -515,17 +517,19 @@ class Step:
         schema = self._declaration.closing
         if self._closing is None:
             self._closing = schema.zeros(losses.device)
+            self._blocks = {name: schema.block(self._closing, name) for name in schema.shapes}
+        blocks = self._blocks
         weighted = losses.detach().to(torch.float64) * weights
-        schema.block(self._closing, "shares")[index] += share.detach()
-        schema.block(self._closing, "losses")[index] += weighted.sum()
-        schema.block(self._closing, "consumed")[index] += weights.sum()
+        blocks["shares"][index] += share.detach()
+        blocks["losses"][index] += weighted.sum()
+        blocks["consumed"][index] += weights.sum()
         if z_losses is not None:
-            schema.block(self._closing, "z_losses")[index] += (z_losses * weights).sum()
+            blocks["z_losses"][index] += (z_losses * weights).sum()
         if orphans is not None:
-            schema.block(self._closing, "orphans")[index] += orphans
+            blocks["orphans"][index] += orphans
         if self._declaration.channels:
             channels = channel_indices(sources.to(losses.device, non_blocking=True), self._declaration)
-            schema.block(self._closing, "channel_losses")[index].index_add_(0, channels, weighted)
+            blocks["channel_losses"][index].index_add_(0, channels, weighted)
 
     def _watched(self, share: Tensor) -> Tensor:
         """The share, with a hook that says which backward pass reached it."""
@@ -549,6 +553,7 @@ class Step:
             closing = closing.to(topology.device)
             work = dist.all_reduce(closing, group=topology.world_group, async_op=True)
         self._closing = None
+        self._blocks = {}
         self._pending = (closing, work)
 
 
