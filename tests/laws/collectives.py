@@ -7,7 +7,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NOT_COLLECTIVE = ("wait_tensor", "monitored_barrier_")
+NOT_COLLECTIVE = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -33,6 +33,6 @@ class CollectiveCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = func._opname
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and name not in NOT_COLLECTIVE:
+        if func.namespace in ("c10d", "_c10d_functional") and name not in NOT_COLLECTIVE:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))

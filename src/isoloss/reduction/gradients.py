@@ -65,11 +65,13 @@ class GradientSum:
             if not isinstance(parameter, DTensor) and id(parameter) not in handled
         ]
         self._synchronises = False
+        self._has_finished = False
         self._backwards: set[int] = set()
 
     def begin(self) -> None:
         """Start a step: no backward has been synchronised yet."""
         self._backwards.clear()
+        self._has_finished = False
         self.synchronise(False)
 
     def synchronise(self, enabled: bool) -> None:
@@ -116,12 +118,42 @@ class GradientSum:
             # asked now, not at the start: what was frozen then may be trained now
             trained = [parameter for parameter in self._unwrapped if parameter.requires_grad]
             reduce_gradients(trained, self._group)
+        self._has_finished = True
 
     def end(self) -> None:
-        """Leave the wrappers as they are outside a step: synchronised."""
+        """Leave the wrappers as they are outside a step: synchronised, without gradients of a failed step.
+
+        Gradients in `.grad` are the caller's, `optimizer.zero_grad()` drops them.
+
+        Collectives: none.
+        """
+        if not self._has_finished:
+            for part in self._sharded:
+                discard_unreduced(part)
         self.synchronise(True)
         self._synchronises = False
         self._backwards.clear()
+
+
+def discard_unreduced(part: FSDPModule) -> None:
+    """Drop the gradients of backward passes that FSDP2 has not reduced yet.
+
+    It keeps them on its own unsharded parameters, where `zero_grad()` does not reach them: after an exception
+    they would be added to the next step, without a warning. torch 2.13 has `reset_iter_state` for this case,
+    which says that it drops them and does not. So this is the one place that looks inside FSDP2.
+    """
+    state = part._get_fsdp_state()
+    if state._is_root and "reset_iter_state" in dir(FSDPModule):
+        part.reset_iter_state()
+    fields = vars(state)
+    # one group per module until torch 2.11, several later
+    groups = fields["_fsdp_param_groups"] if "_fsdp_param_groups" in fields else [fields["_fsdp_param_group"]]
+    for group in filter(None, groups):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if "_unsharded_param" in vars(parameter):  # made by the first forward
+                parameter._unsharded_param.grad = None
 
 
 def sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
