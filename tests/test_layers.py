@@ -50,6 +50,8 @@ RANK_QUESTIONS = ("get_rank", "get_world_size", "get_group_rank", "get_global_ra
 MICRO_BATCH_MODULES = (
     "isoloss.losses.linear_cross_entropy",
     "isoloss.parallel.attention",
+    "isoloss.parallel.document_attention",
+    "isoloss.parallel.exchange",
     "isoloss.sharding",
 )
 MICRO_BATCH_FUNCTIONS = {

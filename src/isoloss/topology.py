@@ -81,6 +81,8 @@ class Topology:
             "world_group": dist.group.WORLD if joined else None,
             "loss_group": None,
             "window_group": None,
+            "cp_group": None,
+            "sp_group": None,
             "fsdp_mesh": None,
         }
         if mesh is not None:
@@ -108,6 +110,10 @@ class Topology:
     """The ranks with distinct tokens: what gradients of replicated parameters are summed over."""
     window_group: dist.ProcessGroup | None
     """The cp x sp ranks that share this rank's windows; None where each rank has its own."""
+    cp_group: dist.ProcessGroup | None
+    """The context ranks; None where cp_size is 1."""
+    sp_group: dist.ProcessGroup | None
+    """The sequence ranks; None where sp_size is 1."""
     fsdp_mesh: DeviceMesh | None
     """What `fully_shard` takes: dp_shard x cp x sp in one axis, with dp_replicate before it if above 1."""
 
@@ -231,6 +237,10 @@ def _derived_groups(mesh: DeviceMesh, sizes: tuple[int, ...]) -> dict[str, Any]:
         groups["loss_group"] = mesh["dp_replicate", "dp_shard", "cp", "sp"]._flatten("loss").get_group()
     if cp_size * sp_size > 1:
         groups["window_group"] = mesh["cp", "sp"]._flatten("window").get_group()
+    if cp_size > 1:
+        groups["cp_group"] = mesh["cp"].get_group()
+    if sp_size > 1:
+        groups["sp_group"] = mesh["sp"].get_group()
     return groups
 
 

@@ -56,6 +56,8 @@ class PackedBatch:
         self.document_extras = dict(document_extras or {})
         self.shards = 1
         """Over how many ranks the window is split; 1 for the whole window."""
+        self.topology: Topology | None = None
+        """Of the ranks over which the window is split; None for the whole window."""
         self._check()
         self.position_ids = layout.position_ids().to(input_ids.device)
         self.document_ids = layout.document_ids().to(input_ids.device)
@@ -162,6 +164,7 @@ class PackedBatch:
         ).to(self.input_ids.device)
         local = self._map(lambda values: values[slots])
         local.shards = topology.cp_size * topology.sp_size
+        local.topology = topology
         return local
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -187,10 +190,12 @@ class PackedBatch:
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for a decoder's forward: one row of slots, its positions, and the layout.
 
-        The layout reaches the attention function as a keyword argument (`isoloss.parallel.attention`).
+        The layout, and the topology of a shard, reach the attention function as keyword arguments
+        (`isoloss.parallel.attention`).
         """
-        return {
+        inputs = {
             "input_ids": self.input_ids.unsqueeze(0),
             "position_ids": self.position_ids.unsqueeze(0),
             "layout": self.layout,
         }
+        return inputs if self.topology is None else inputs | {"topology": self.topology}

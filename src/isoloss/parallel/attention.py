@@ -1,17 +1,23 @@
 """Causal attention by document, as an attention function of transformers.
 
 The layout of the window reaches it as a keyword argument of the model's forward; no model file is patched
-and boundaries are never guessed from positions. Work and memory are per document.
+and boundaries are never guessed from positions. Work and memory are per document. Where a window lies on
+several ranks the topology comes along: the sequence ranks swap slots for heads, the context ranks gather keys
+and values.
 """
 
+import math
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.batch.layout import Layout
+from isoloss.parallel.document_attention import Scores, attend_pieces
+from isoloss.parallel.exchange import gather_heads, gather_slots, scatter_heads
+from isoloss.sharding import document_pieces, window_order
+from isoloss.topology import Topology
 
 ATTENTION_NAME = "isoloss"
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -64,6 +70,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     layout: Layout | None = None,
+    topology: Topology | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -76,11 +83,12 @@ def packed_attention(
 
     Args:
         module: the attention module that calls; named in errors.
-        query: [1, heads, T, head_dim].
-        key: [1, key_value_heads, T, head_dim].
-        value: [1, key_value_heads, T, value_dim].
+        query: [1, heads, n, head_dim], for the slots that this rank holds: n = T, or T / (cp * sp).
+        key: [1, key_value_heads, n, head_dim].
+        value: [1, key_value_heads, n, value_dim].
         attention_mask: None; the layout says all.
-        layout: of the window, as `PackedBatch.model_inputs` passes it to the model.
+        layout: of the whole window, as `PackedBatch.model_inputs` passes it to the model.
+        topology: over whose cp and sp ranks the window is cut; None: it is whole.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
         dropout: 0; another value would make the loss depend on the order of the work.
         sliding_window: a query sees that many tokens of its document, itself included; None: all.
@@ -90,10 +98,14 @@ def packed_attention(
         **unused: what the model hands to every attention function.
 
     Returns:
-        ([1, T, heads, value_dim], None); zeros in slots that hold no token.
+        ([1, n, heads, value_dim], None); zeros in slots that hold no token.
+
+    Collectives: under sp two all-to-alls, under cp one all-gather; in backward under sp two all-to-alls,
+    under cp one reduce-scatter. Never more or fewer, whatever the window holds.
 
     Raises:
-        ValueError: no layout, a mask, a batch of several rows, dropout, or attention that is not causal.
+        ValueError: no layout, a mask, a batch of several rows, dropout, attention that is not causal, slots
+            that are not this rank's, or heads that sp_size does not divide.
         NotImplementedError: attention sinks.
     """
     if layout is None:
@@ -118,83 +130,67 @@ def packed_attention(
         )
     if s_aux is not None:
         raise NotImplementedError("attention sinks (s_aux) are not supported by attention 'isoloss'")
-    outputs = []
-    for document, (start, length, stride) in enumerate(
-        zip(layout.document_starts, layout.document_lengths, layout.document_strides, strict=True)
-    ):
-        slots = [slice(start, start + length)]
-        ancestor = layout.document_parents[document]
-        while ancestor != -1:
-            first = layout.document_starts[ancestor]
-            slots.insert(0, slice(first, first + layout.document_lengths[ancestor]))
-            ancestor = layout.document_parents[ancestor]
-        outputs.append(
-            _attend(
-                query[:, :, start : start + length],
-                _gather(key, slots),
-                _gather(value, slots),
-                scaling=scaling,
-                sliding_window=sliding_window,
-                softcap=softcap,
-            )
+    cp_size = 1 if topology is None else topology.cp_size
+    cp_rank = 0 if topology is None else topology.cp_rank
+    query, key, value = _autocast(query, key, value)
+    if topology is not None:
+        _check_shard(query, layout, topology)
+        query, key, value = _gather_window(query, key, value, layout, topology)
+    output = attend_pieces(
+        query,
+        key,
+        value,
+        layout,
+        document_pieces(layout, cp_size=cp_size, cp_rank=cp_rank),
+        Scores(scaling, sliding_window, softcap),
+    )
+    if topology is not None and topology.sp_group is not None:
+        output = gather_heads(output, topology.sp_group)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _autocast(*parts: Tensor) -> list[Tensor]:
+    """What autocast would make of them: they are computed with in backward too, where it is off."""
+    device = parts[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(parts)
+    dtype = torch.get_autocast_dtype(device)
+    return [part if part.dtype == torch.float64 else part.to(dtype) for part in parts]
+
+
+def _check_shard(query: Tensor, layout: Layout, topology: Topology) -> None:
+    heads, slots = query.shape[1:3]
+    expected = layout.physical_tokens // (topology.cp_size * topology.sp_size)
+    if slots != expected:
+        raise ValueError(
+            f"attention 'isoloss' got {slots} slots of a window of {layout.physical_tokens}, each of whose "
+            f"cp_size={topology.cp_size} x sp_size={topology.sp_size} ranks holds {expected}; call the model "
+            "with **batch.model_inputs() of the batch as the step yields it"
         )
-        if stride > length:
-            outputs.append(_no_tokens(query, value, stride - length))
-    if layout.physical_tokens > layout.aligned_tokens:
-        outputs.append(_no_tokens(query, value, layout.physical_tokens - layout.aligned_tokens))
-    if not layout.document_lengths:
-        # An empty window keeps the projections in the graph: with gradients of None instead of zeros a rank
-        # would leave the others alone in the reduction. Sums of nothing are 0 whatever the slots hold.
-        outputs[-1] = outputs[-1] + sum(part[:, :, :0].sum() for part in (query, key, value))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _gather(values: Tensor, slots: list[slice]) -> Tensor:
-    parts = [values[:, :, part] for part in slots]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _no_tokens(query: Tensor, value: Tensor, slots: int) -> Tensor:
-    """Zeros for slots that hold no token."""
-    return query.new_zeros(1, query.shape[1], slots, value.shape[3])
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Attention of one document's queries to its context and itself, bottom-right causal."""
-    rows, columns = query.shape[2], key.shape[2]
-    if softcap is None and rows == columns and (sliding_window is None or sliding_window >= rows):
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    if heads % topology.sp_size:
+        raise ValueError(
+            f"sp_size={topology.sp_size} does not divide the {heads} attention heads of a rank, which it "
+            "spreads over its ranks; use an sp_size that does, or cp_size, which needs no heads"
         )
-    places = torch.arange(columns, device=query.device)
-    distance = places[columns - rows :, None] - places[None, :]
-    visible = distance >= 0
-    if sliding_window is not None:
-        visible &= distance < sliding_window
-    if softcap is None:
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * factor / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.softmax(scores, dim=-1, dtype=_softmax_dtype(query)).to(query.dtype) @ value
 
 
-def _softmax_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
+def _gather_window(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, topology: Topology
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The context rank's queries of some heads, and the whole window's keys and values for them.
+
+    Collectives: one all-to-all under sp, one all-gather under cp, and as many in backward.
+    """
+    if topology.sp_group is not None:
+        # As few copies as let every rank have the key heads of its query heads.
+        repeats = math.lcm(key.shape[1], topology.sp_size) // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        query, key, value = scatter_heads([query, key, value], topology.sp_group)
+    if topology.cp_group is not None:
+        order = window_order(layout, cp_size=topology.cp_size)
+        if key.device.type == "cuda":
+            order = order.pin_memory()  # a copy from pageable memory would wait for the device
+        order = order.to(key.device, non_blocking=True)
+        key, value = (part.index_select(2, order) for part in gather_slots([key, value], topology.cp_group))
+    return query, key, value
