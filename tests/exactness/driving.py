@@ -143,11 +143,15 @@ def wrap(inner: nn.Module, wrapper: str, world_size: int) -> Wrapped:
 
 def full_gradients(module: nn.Module) -> dict[str, Tensor]:
     """Every gradient, whole; None is a failure, since a step leaves zeros at least."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is not None, f"the gradient of {name} is None"
-        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    return found
+    missing = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    assert not missing, f"the gradients of {missing} are None"
+    return {name: whole_gradient(parameter) for name, parameter in module.named_parameters()}
+
+
+def whole_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def run_step(
