@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoloss import Ledger, PackedBatch, Step, Term, sum_gradients
-from laws.gain import build_topology, cost_window
+from laws.gain import Gain, build_topology, cost_window, run_windows
 from ranks import run_on_ranks
 
 TERMS = (Term("text"), Term("image", coefficient=0.5))
@@ -107,6 +107,16 @@ def test_terms_of_documents_and_groups_are_zero_without_targets(term: Term) -> N
             share.backward()
     assert share.item() == step.metrics()["train/loss"] == 0.0
     assert losses.grad is not None and losses.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("via", ["add", "loss", "loss_from_logits"])
+def test_targets_whose_weights_are_all_zero(via: str) -> None:
+    """W is 0 although there are targets: zeros as well, and no error, since no loss was given by mistake."""
+    batch = cost_window([[1.0, 3.0]], weights=[[0.0, 0.0]])
+    for reduction in ("token", "sample", "square"):
+        metrics, gradients = run_windows([batch], module=Gain(via), terms=[Term("text", reduction)])
+        assert metrics["train/loss"] == gradients["gain"].item() == 0.0
+        assert metrics["tokens/loss"] == 2
 
 
 def test_row_4_denominators_end_with_the_step() -> None:

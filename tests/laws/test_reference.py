@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoloss import Term
-from laws.gain import Lookup, lookup_window, run_windows
+from isoloss import Layout, PackedBatch, Term
+from laws.gain import Gain, Lookup, lookup_window, run_windows
 
 VOCABULARY = 12
 Documents = list[tuple[list[int], list[int]]]
@@ -96,3 +96,14 @@ def test_mutants_are_caught(reduction: str) -> None:
         assert relative(gradient, plain(documents, reduction, early=True)[1]) > 0.01
     for other in {"token", "sample", "square"} - {reduction}:
         assert relative(gradient, plain(documents, other)[1]) > 0.01
+
+
+@pytest.mark.parametrize("via", ["loss", "loss_from_logits", "add"])
+def test_targets_of_32_bits(via: str) -> None:
+    """A batch may hold them; no method of the step takes them amiss."""
+    targets = torch.tensor([0, -100, 0], dtype=torch.int32)
+    costs = {"costs": torch.tensor([1.0, 0.0, 3.0])}
+    batch = PackedBatch(torch.zeros(3, dtype=torch.int64), {"text": targets}, Layout([3]), token_extras=costs)
+    metrics, gradients = run_windows([batch], module=Gain(via))
+    assert metrics["train/loss"] == pytest.approx(2.0, rel=1e-12)
+    assert gradients["gain"].item() == pytest.approx(2.0, rel=1e-12)

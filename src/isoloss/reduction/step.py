@@ -399,7 +399,7 @@ class Step:
             )
         name = self._declaration.terms[index].name
         if name in batch.targets:
-            return batch.targets[name].to(device, non_blocking=True)
+            return batch.targets[name].to(device, torch.int64, non_blocking=True)
         return torch.full((rows,), IGNORE_INDEX, device=device)
 
     def _token_weights(self, batch: PackedBatch, index: int, device: torch.device) -> Tensor:
