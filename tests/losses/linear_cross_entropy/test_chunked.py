@@ -281,3 +281,39 @@ def test_float16_gradients_wait_for_the_loss_scale() -> None:
     for ours, expected in ((hidden, exact_hidden), (weight, exact_weight)):
         assert expected.grad is not None
         assert relative_error(ours.grad, expected.grad) <= 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+# Tracing looks at the class of the function in a way that torch itself warns about.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("bias_kind", ["none", "class", "row", "factors"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_without_a_graph_break_gives_the_same_bits(bias_kind: str, dtype: torch.dtype) -> None:
+    problem = make_problem(dtype=dtype, bias_kind=bias_kind)
+    leaves = [problem.hidden, problem.weight, problem.bias, *(problem.bias_factors or (None, None))]
+    leaves = [None if leaf is None else leaf.requires_grad_() for leaf in leaves]
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, a: Any, b: Any) -> tuple[Tensor, Tensor]:
+        output = linear_cross_entropy(
+            hidden,
+            weight,
+            problem.targets,
+            token_weights=problem.token_weights,
+            bias=bias,
+            bias_factors=None if a is None else (a, b),
+            chunk_size=5,
+            **OPTIONS,
+        )
+        return output.loss * 2, output.token_losses
+
+    results = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        loss, token_losses = function(*leaves)
+        present = [leaf for leaf in leaves if leaf is not None]
+        results.append([loss, token_losses, *torch.autograd.grad(loss, present)])
+        assert not token_losses.requires_grad
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)

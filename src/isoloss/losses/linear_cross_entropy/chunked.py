@@ -85,28 +85,43 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = (hidden, weight, bias, a, b)
         # needs_input_grad, not requires_grad: a view made in here would not require a gradient.
-        needs = Needs(*(need and grad_enabled for need in ctx.needs_input_grad[: len(inputs)]))
-        result = compute_in_chunks(
-            problem,
+        needs = [need and grad_enabled for need in ctx.needs_input_grad[: len(inputs)]]
+        # One opaque operator in a compiled graph; called directly, it would load the compiler.
+        run = _chunks_operator if torch.compiler.is_compiling() else _chunks
+        loss, token_losses, token_z_losses, *made = run(
+            hidden,
+            weight,
+            problem.targets,
+            problem.token_weights,
+            bias,
+            a,
+            b,
+            problem.softcap,
+            problem.logit_scale,
+            problem.label_smoothing,
+            problem.z_loss,
+            problem.ignore_index,
+            problem.chunk_size,
+            _product_dtype(problem),  # here, where a compiled graph still knows of autocast
             needs,
-            compact=hidden.device.type == "cpu",
-            product_dtype=_product_dtype(problem),
         )
+        gradients = iter(made)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         ctx.are_leaves = [tensor is not None and tensor.is_leaf for tensor in inputs]
         # By save_for_backward, so that checkpointing can drop them and offloading can move them.
-        ctx.save_for_backward(*result.gradients)
-        ctx.mark_non_differentiable(result.token_losses, result.token_z_losses)
+        ctx.save_for_backward(*(next(gradients) if need else None for need in needs))
+        ctx.mark_non_differentiable(token_losses, token_z_losses)
         ctx.set_materialize_grads(False)
-        return result.loss, result.token_losses, result.token_z_losses
+        return loss, token_losses, token_z_losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return (None,) * 7
-        # Reading the factor is free on CPU; elsewhere the host would wait for the device.
-        is_one = grad_loss.device.type == "cpu" and bool(grad_loss == 1)
+        # Reading the factor is free on CPU; on a device the host would wait, and a compiled graph break.
+        is_readable = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_one = is_readable and bool(grad_loss == 1)
         gradients: list[Tensor | None] = []
         for saved, dtype, is_leaf in zip(ctx.saved_tensors, ctx.dtypes, ctx.are_leaves, strict=True):
             if saved is None:
@@ -118,6 +133,75 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             else:
                 gradients.append((saved * grad_loss).to(dtype))
         return (*gradients, None, None)
+
+
+def _chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor,
+    bias: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    label_smoothing: float,
+    z_loss: float,
+    ignore_index: int,
+    chunk_size: int | None,
+    product_dtype: torch.dtype,
+    needs: list[bool],
+) -> list[Tensor]:
+    """`compute_in_chunks` in the types of an operator: loss, both token losses, and the needed gradients."""
+    problem = Problem(
+        hidden,
+        weight,
+        targets,
+        token_weights,
+        bias,
+        None if a is None or b is None else (a, b),
+        softcap,
+        logit_scale,
+        label_smoothing,
+        z_loss,
+        ignore_index,
+        chunk_size,
+    )
+    result = compute_in_chunks(
+        problem,
+        Needs(*needs),
+        compact=hidden.device.type == "cpu",
+        product_dtype=product_dtype,
+    )
+    made = [gradient for gradient in result.gradients if gradient is not None]
+    return [result.loss, result.token_losses, result.token_z_losses, *made]
+
+
+_chunks_operator = torch.library.custom_op("isoloss::linear_cross_entropy_chunks", _chunks, mutates_args=())
+
+
+@_chunks_operator.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor,
+    bias: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    label_smoothing: float,
+    z_loss: float,
+    ignore_index: int,
+    chunk_size: int | None,
+    product_dtype: torch.dtype,
+    needs: list[bool],
+) -> list[Tensor]:
+    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    losses = [hidden.new_empty(shape, dtype=dtype) for shape in ((), targets.shape, targets.shape)]
+    inputs = zip((hidden, weight, bias, a, b), needs, strict=True)
+    return losses + [_new_gradient(tensor) for tensor, need in inputs if tensor is not None and need]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +313,9 @@ def _compute_in_chunks(
 
     token_losses = hidden.new_zeros(hidden.shape[0], dtype=dtype)
     token_z_losses = torch.zeros_like(token_losses)
-    grad_hidden = _new_row_gradients(hidden) if needs.hidden else None
-    grad_a = _new_row_gradients(a) if a is not None and needs.a else None
-    grad_row_bias = _new_row_gradients(row_bias) if row_bias is not None and needs.bias else None
+    grad_hidden = _new_gradient(hidden) if needs.hidden else None
+    grad_a = _new_gradient(a) if a is not None and needs.a else None
+    grad_row_bias = _new_gradient(row_bias) if row_bias is not None and needs.bias else None
     grad_class_bias = torch.zeros_like(class_bias) if class_bias is not None and needs.bias else None
     grad_weight = _new_sum(weight, dtype, rows.count) if needs.weight else None
     grad_b = _new_sum(factor, dtype, rows.count) if factor is not None and needs.b else None
@@ -332,7 +416,7 @@ def _saved_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
 
-def _new_row_gradients(tensor: Tensor) -> Tensor:
+def _new_gradient(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=_saved_dtype(tensor), device=tensor.device)
 
 
