@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isoloss.batch.layout import Layout
-from isoloss.parallel.document_attention import Scores, attend_pieces
+from isoloss.parallel.document_attention import Scores, attend_pieces, copy_to_device
 from isoloss.parallel.exchange import gather_heads, gather_slots, scatter_heads
 from isoloss.sharding import document_pieces, window_order
 from isoloss.topology import Topology
@@ -130,22 +130,19 @@ def packed_attention(
         )
     if s_aux is not None:
         raise NotImplementedError("attention sinks (s_aux) are not supported by attention 'isoloss'")
-    cp_size = 1 if topology is None else topology.cp_size
-    cp_rank = 0 if topology is None else topology.cp_rank
     query, key, value = _autocast(query, key, value)
-    if topology is not None:
-        _check_shard(query, layout, topology)
+    scores = Scores(scaling, sliding_window, softcap)
+    if topology is None:
+        _check_slots(query, layout, cp_size=1, sp_size=1)
+        pieces = document_pieces(layout, cp_size=1, cp_rank=0)
+        output = attend_pieces(query, key, value, layout, pieces, scores)
+    else:
+        _check_slots(query, layout, cp_size=topology.cp_size, sp_size=topology.sp_size)
         query, key, value = _gather_window(query, key, value, layout, topology)
-    output = attend_pieces(
-        query,
-        key,
-        value,
-        layout,
-        document_pieces(layout, cp_size=cp_size, cp_rank=cp_rank),
-        Scores(scaling, sliding_window, softcap),
-    )
-    if topology is not None and topology.sp_group is not None:
-        output = gather_heads(output, topology.sp_group)
+        pieces = document_pieces(layout, cp_size=topology.cp_size, cp_rank=topology.cp_rank)
+        output = attend_pieces(query, key, value, layout, pieces, scores)
+        if topology.sp_group is not None:
+            output = gather_heads(output, topology.sp_group)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -158,19 +155,19 @@ def _autocast(*parts: Tensor) -> list[Tensor]:
     return [part if part.dtype == torch.float64 else part.to(dtype) for part in parts]
 
 
-def _check_shard(query: Tensor, layout: Layout, topology: Topology) -> None:
+def _check_slots(query: Tensor, layout: Layout, *, cp_size: int, sp_size: int) -> None:
     heads, slots = query.shape[1:3]
-    expected = layout.physical_tokens // (topology.cp_size * topology.sp_size)
+    expected = layout.physical_tokens // (cp_size * sp_size)
     if slots != expected:
         raise ValueError(
-            f"attention 'isoloss' got {slots} slots of a window of {layout.physical_tokens}, each of whose "
-            f"cp_size={topology.cp_size} x sp_size={topology.sp_size} ranks holds {expected}; call the model "
-            "with **batch.model_inputs() of the batch as the step yields it"
+            f"attention 'isoloss' got {slots} slots of a window of {layout.physical_tokens}, of which a "
+            f"rank holds {expected} (cp_size={cp_size}, sp_size={sp_size}); call the model with "
+            "**batch.model_inputs() of the batch that the step yields"
         )
-    if heads % topology.sp_size:
+    if heads % sp_size:
         raise ValueError(
-            f"sp_size={topology.sp_size} does not divide the {heads} attention heads of a rank, which it "
-            "spreads over its ranks; use an sp_size that does, or cp_size, which needs no heads"
+            f"sp_size={sp_size} does not divide the {heads} attention heads of a rank, which it spreads over "
+            "its ranks; use an sp_size that does, or cp_size, which needs no heads"
         )
 
 
@@ -188,9 +185,6 @@ def _gather_window(
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         query, key, value = scatter_heads([query, key, value], topology.sp_group)
     if topology.cp_group is not None:
-        order = window_order(layout, cp_size=topology.cp_size)
-        if key.device.type == "cuda":
-            order = order.pin_memory()  # a copy from pageable memory would wait for the device
-        order = order.to(key.device, non_blocking=True)
+        order = copy_to_device(window_order(layout, cp_size=topology.cp_size), key.device)
         key, value = (part.index_select(2, order) for part in gather_slots([key, value], topology.cp_group))
     return query, key, value

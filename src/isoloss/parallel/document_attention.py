@@ -8,13 +8,15 @@ that it can see, under the bottom-right mask of that chunk alone. Autograd would
 scores, T x T in all, so one autograd function runs all chunks and runs them again in backward.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.batch.layout import Layout
@@ -66,6 +68,8 @@ def attend_pieces(
         in a reduction.
     """
     seen = [_seen(layout, piece) for piece in pieces]
+    if seen and _has_variable_length(query, value, scores):
+        return _attend_variable_length(query, key, value, seen, scores)
     whole = [piece for piece in seen if _is_whole(piece, query, value, scores)]
     others = [piece for piece in seen if not _is_whole(piece, query, value, scores)]
     if others or not whole:
@@ -226,6 +230,73 @@ def _add_to_slots(total: Tensor, slots: Sequence[slice], values: Tensor) -> None
     sizes = [part.stop - part.start for part in slots]
     for part, columns in zip(slots, values.split(sizes, dim=2), strict=True):
         total[:, :, part] += columns
+
+
+def _has_variable_length(query: Tensor, value: Tensor, scores: Scores) -> bool:
+    """Whether torch's kernel for documents of different lengths takes these inputs."""
+    return (
+        query.device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.__version__ >= "2.12"  # the first with grouped heads
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[3] == value.shape[3] <= 256
+        and query.shape[3] % 8 == 0
+        and scores.softcap is None
+    )
+
+
+def _attend_variable_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: Sequence[_Piece],
+    scores: Scores,
+    kernel: Callable[..., Any] = varlen_attn,
+) -> Tensor:
+    """All pieces in one call. Its causal mask is bottom-right, and a window counts the tokens before."""
+    device = query.device
+    rows = copy_to_device(
+        _slots_of([slice(piece.start, piece.start + piece.rows) for piece in pieces]), device
+    )
+    # Pieces of one document see the same keys: each gets a copy, 1 + 1 / (2 * cp_size) windows in all.
+    columns = copy_to_device(_slots_of([part for piece in pieces for part in piece.seen]), device)
+    before = -1 if scores.sliding_window is None else scores.sliding_window - 1
+    attended = kernel(
+        query[0].transpose(0, 1).index_select(0, rows),
+        key[0].transpose(0, 1).index_select(0, columns),
+        value[0].transpose(0, 1).index_select(0, columns),
+        copy_to_device(_offsets([piece.rows for piece in pieces]), device),
+        copy_to_device(_offsets([piece.columns for piece in pieces]), device),
+        max(piece.rows for piece in pieces),
+        max(piece.columns for piece in pieces),
+        scale=scores.scaling,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    output = query.new_zeros(query.shape[2], query.shape[1], value.shape[3]).index_copy(0, rows, attended)
+    return output.transpose(0, 1).unsqueeze(0)
+
+
+def _slots_of(spans: Sequence[slice]) -> Tensor:
+    """Every slot of the spans, int64."""
+    starts = torch.tensor([span.start for span in spans])
+    lengths = torch.tensor([span.stop - span.start for span in spans])
+    firsts = starts + lengths - lengths.cumsum(0)
+    return torch.repeat_interleave(firsts, lengths) + torch.arange(
+        sum(span.stop - span.start for span in spans)
+    )
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values` of the host on `device`, without waiting for it as a copy from pageable memory would."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
