@@ -52,7 +52,7 @@ class ProgressDisplay:
             self._bar.start()
 
     def advance(self, step: int, progress: float, metrics: Mapping[str, float]) -> None:
-        """`step` steps and the part `progress` of the run are done; `metrics` is empty between logged steps."""
+        """`step` steps and the part `progress` of the run are done; no `metrics` between logged steps."""
         numbers = summary(metrics)
         if self._bar is not None:
             completed = step if self._max_steps is not None else progress * _PARTS

@@ -10,7 +10,10 @@ from typing import Any, final
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
+from isoloss.data.sources import SourceSpec
+from isoloss.data.training_data import TERM, DataSettings, TrainingData
 from isoloss.objectives.loss_model import LossModel
 from isoloss.parallel.wrap import compute_context, wrap_model
 from isoloss.reduction.gradients import clip_grad_norm_, sum_gradients
@@ -24,7 +27,7 @@ from isoloss.train.checkpoint import Checkpointer, CheckpointError, find_checkpo
 from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, transformer_blocks
 from isoloss.train.optimizer import build_optimizer, learning_rate_factor
 from isoloss.train.progress import ProgressDisplay, channel_table
-from isoloss.train.recipe import Recipe, dump_recipe
+from isoloss.train.recipe import Recipe, dump_recipe, windows_per_step
 from isoloss.train.rundir import set_aside
 from isoloss.train.trackers import Tracker, open_trackers, read_metrics
 
@@ -110,7 +113,7 @@ class Trainer:
             weight_decay=recipe.train.weight_decay,
         )
         self.ledger = Ledger(
-            [Term("text", recipe.objective.loss_reduction)], channels=self.data.channels, topology=topology
+            [Term(TERM, recipe.objective.loss_reduction)], channels=self.data.channels, topology=topology
         )
         self._checkpointer = Checkpointer(
             self.output_dir,
@@ -378,6 +381,27 @@ class Trainer:
             markup=False,
             soft_wrap=True,
         )
+
+
+def open_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> TrainingData:
+    """The data of a recipe, as this rank reads it."""
+    data = recipe.data
+    settings = DataSettings(
+        sources=tuple(
+            SourceSpec(name=source.name, path=source.path, weight=source.weight) for source in data.sources
+        ),
+        window=data.window,
+        alignment=data.alignment,
+        windows_per_step=windows_per_step(recipe, topology.world_size),
+        seed=recipe.train.seed,
+        loss_on=data.loss_on,
+        long_documents=data.long_documents,
+        weight_by=data.weight_by,
+        small_sources=data.small_sources,
+        eval_fraction=data.eval_fraction,
+        num_passes=recipe.train.num_train_epochs,
+    )
+    return TrainingData(settings, tokenizer, data_rank=topology.data_rank, data_size=topology.data_size)
 
 
 def _memory_gib(device: torch.device) -> float:

@@ -1,0 +1,1 @@
+"""Data sources, chat templates, and lanes that any number of ranks can read and resume."""

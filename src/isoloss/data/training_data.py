@@ -1,0 +1,236 @@
+"""Windows for every step of a run, for any number of data ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from isoloss.batch.document import Document
+from isoloss.batch.packed_batch import PackedBatch
+from isoloss.batch.packing import LongDocuments, Packer
+from isoloss.batch.packing_record import PackingRecord
+from isoloss.data.chat import Tokeniser
+from isoloss.data.errors import DataError, RowError
+from isoloss.data.lanes import Key, Lane, MixtureSpec, Permutations, empty_parts
+from isoloss.data.rows import LossOn
+from isoloss.data.sources import Source, SourceSpec
+
+TERM = "text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """What windows depend on, besides the rows themselves."""
+
+    sources: tuple[SourceSpec, ...]
+    window: int
+    alignment: int
+    windows_per_step: int
+    seed: int
+    loss_on: LossOn = "assistant"
+    long_documents: LongDocuments = "truncate"
+    weight_by: Literal["token", "document"] = "token"
+    small_sources: Literal["error", "repeat"] = "error"
+    eval_fraction: float = 0.0
+    num_passes: int | None = None
+
+
+@final
+class TrainingData:
+    """The sources of a run as windows, for one data rank.
+
+    Args:
+        settings: what windows depend on.
+        tokenizer: of the model.
+        data_rank: this rank's place among those that read different windows.
+        data_size: how many such ranks there are.
+        vocabulary_size: of the model; None: token ids of rows are not checked.
+
+    Raises:
+        DataError: rows at fault (with file and line), an empty source, or sources too small for the mixture.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        data_rank: int,
+        data_size: int,
+        vocabulary_size: int | None = None,
+    ) -> None:
+        datasets.disable_progress_bars()
+        self._settings = settings
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self._tokeniser = Tokeniser(tokenizer, settings.loss_on, vocabulary_size)
+        self._pad_token_id = tokenizer.pad_token_id or 0
+        self._sources = [Source(spec) for spec in settings.sources]
+        for source in self._sources:
+            source.check(loss_on=settings.loss_on)
+        self.channels = tuple(dict.fromkeys(name for source in self._sources for name in source.channels()))
+        """Names of the channels, in the same order on every rank."""
+        self._channel_index = {name: index for index, name in enumerate(self.channels)}
+        splits = [
+            source.split(seed=settings.seed, eval_fraction=settings.eval_fraction) for source in self._sources
+        ]
+        self._train_rows = [train for train, _ in splits]
+        self._eval_rows = [held_out for _, held_out in splits]
+        self._mixture = MixtureSpec(
+            names=tuple(spec.name for spec in settings.sources),
+            row_counts=tuple(len(rows) for rows in self._train_rows),
+            weights=_weights(settings.sources),
+            weight_by=settings.weight_by,
+            num_lanes=settings.windows_per_step,
+            seed=settings.seed,
+            num_passes=settings.num_passes,
+        )
+        small = empty_parts(self._mixture)
+        if small and settings.small_sources == "error":
+            raise DataError(
+                f"data.sources: {'; '.join(small)} documents to train on, fewer than the "
+                f"{settings.windows_per_step} windows of a step, so some windows could not have their "
+                "share. Set data.small_sources: repeat to repeat documents, lower "
+                "train.windows_per_step, or leave the weights out"
+            )
+        self._lanes = self._make_lanes()
+        self.eval_windows = self._make_eval_windows()
+        """This rank's held-out windows, as many as every other rank's; empty without eval_fraction."""
+
+    # -- training
+
+    def next_step(self) -> tuple[list[PackedBatch], bool]:
+        """This rank's windows of the next step, and whether its lanes have windows for another.
+
+        Lanes d, d + D, ... of G; where D does not divide G, and where a lane has ended, a window is empty.
+        """
+        windows = [self._empty() if lane.exhausted else lane.pop() for lane in self._lanes.values()]
+        missing = -(-self._settings.windows_per_step // self._data_size) - len(windows)
+        windows += [self._empty()] * missing
+        return windows, any(not lane.exhausted for lane in self._lanes.values())
+
+    def count_steps(self) -> int:
+        """Steps until this rank's lanes end. Reads and packs everything once; needs `num_passes`."""
+        counts = [0]
+        for lane in self._make_lanes().values():
+            count = 0
+            while not lane.exhausted:
+                lane.pop()
+                count += 1
+            counts.append(count)
+        return max(counts)
+
+    @property
+    def record(self) -> PackingRecord:
+        """What became of the rows that this rank has read."""
+        return self._record
+
+    def lane_states(self) -> dict[int, Any]:
+        """Lane number -> state, JSON; the lanes of all ranks together are the state of the data."""
+        return {number: lane.state_dict() for number, lane in self._lanes.items()}
+
+    def identity(self) -> dict[str, Any]:
+        """What windows depend on, to compare with on resume; JSON."""
+        settings = self._settings
+        return {
+            "train.windows_per_step": settings.windows_per_step,
+            "data.window": settings.window,
+            "data.alignment": settings.alignment,
+            "train.seed": settings.seed,
+            "data.loss_on": settings.loss_on,
+            "data.long_documents": settings.long_documents,
+            "data.weight_by": settings.weight_by,
+            "data.eval_fraction": settings.eval_fraction,
+            "data.sources": [
+                {"name": spec.name, "weight": spec.weight, "rows": len(source)}
+                for spec, source in zip(settings.sources, self._sources, strict=True)
+            ],
+            "channels": list(self.channels),
+        }
+
+    def load(self, identity: Mapping[str, Any], lanes: Mapping[int, Any]) -> None:
+        """Go on from the saved states of all lanes, saved by any number of ranks.
+
+        Raises:
+            DataError: windows would differ from those of the saved run; shows both values.
+        """
+        now = self.identity()
+        changed = [
+            f"{name} is {now[name]!r}, the checkpoint was made with {identity.get(name)!r}"
+            for name in now
+            if identity.get(name) != now[name]
+        ]
+        if changed:
+            raise DataError(
+                "the run cannot be resumed on other windows: "
+                + "; ".join(changed)
+                + ". Set the saved values, or start a new run in another train.output_dir"
+            )
+        self._lanes = self._make_lanes()
+        for number, lane in self._lanes.items():
+            lane.load_state_dict(lanes[number])
+
+    def _make_lanes(self) -> dict[int, Lane]:
+        permutations = Permutations(self._mixture)
+        self._record = PackingRecord()
+        return {
+            number: Lane(
+                number,
+                self._mixture,
+                permutations,
+                self._packer(self._record),
+                self._read,
+                lambda source, position: int(self._train_rows[source][position]),
+            )
+            for number in range(self._data_rank, self._settings.windows_per_step, self._data_size)
+        }
+
+    def _packer(self, record: PackingRecord) -> Packer[Key]:
+        return Packer(
+            self._settings.window,
+            alignment=self._settings.alignment,
+            long_documents=self._settings.long_documents,
+            pad_token_id=self._pad_token_id,
+            term=TERM,
+            record=record,
+        )
+
+    def _read(self, key: Key) -> Document:
+        source = self._sources[key[0]]
+        row = source.read(key[1])
+        try:
+            return self._tokeniser.document(row, self._channel_index[source.channel(row)])
+        except RowError as error:
+            raise DataError(f"{source.place(key[1])}: {error}") from error
+
+    def _empty(self) -> PackedBatch:
+        return PackedBatch.empty(self._settings.window, [TERM], self._pad_token_id)
+
+    # -- evaluation
+
+    def _make_eval_windows(self) -> list[PackedBatch]:
+        """All held-out documents in a fixed order, packed; window n belongs to data rank n modulo D."""
+        packer = self._packer(PackingRecord())
+        for index, rows in enumerate(self._eval_rows):
+            for row in rows:
+                packer.add([self._read((index, int(row)))], (index, int(row)))
+        windows = []
+        while not packer.empty:
+            windows.append(packer.pop().batch)
+        mine = windows[self._data_rank :: self._data_size]
+        missing = -(-len(windows) // self._data_size) - len(mine)
+        return mine + [self._empty()] * missing
+
+
+def _weights(sources: Sequence[SourceSpec]) -> tuple[float, ...] | None:
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return None
+    if len(weights) < len(sources) or min(weights) < 0 or sum(weights) == 0:
+        raise DataError(
+            f"data.sources: weights are {[source.weight for source in sources]}; give every source one "
+            "from 0, or none, and not all 0"
+        )
+    return tuple(weights)
