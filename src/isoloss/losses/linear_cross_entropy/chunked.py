@@ -201,7 +201,9 @@ def _(
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     losses = [hidden.new_empty(shape, dtype=dtype) for shape in ((), targets.shape, targets.shape)]
     inputs = zip((hidden, weight, bias, a, b), needs, strict=True)
-    return losses + [_new_gradient(tensor) for tensor, need in inputs if tensor is not None and need]
+    needed = [tensor for tensor, need in inputs if tensor is not None and need]
+    gradients = [tensor.new_empty(tensor.shape, dtype=_saved_dtype(tensor)) for tensor in needed]
+    return losses + gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +419,9 @@ def _saved_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _new_gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=_saved_dtype(tensor), device=tensor.device)
+    gradient = torch.empty(tensor.shape, dtype=_saved_dtype(tensor), device=tensor.device)
+    advise_huge_pages(gradient)
+    return gradient.zero_()
 
 
 def _new_sum(like: Tensor, dtype: torch.dtype, num_rows: int) -> Tensor:

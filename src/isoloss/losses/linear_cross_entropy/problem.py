@@ -4,10 +4,30 @@ Shapes: N rows (tokens), H hidden width, V vocabulary, r rank of a factored bias
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """The classes whose rows of the weight this rank holds, where the vocabulary is spread over ranks.
+
+    Every rank of the group has all rows of `hidden`, their targets (classes of the whole vocabulary) and
+    token weights, and its own slice of `weight` and of whatever else is per class. Slices may have any size,
+    zero included; together they are the vocabulary, in the order of the ranks.
+    """
+
+    start: int | Tensor
+    """First class of this rank; an int64 scalar on the device where the host does not know it."""
+    size: int | Tensor
+    """Classes of the whole vocabulary; likewise."""
+    reduce_max: Callable[[Tensor], object]
+    """Replaces a tensor by its maximum over the group, in place."""
+    reduce_sum: Callable[[Tensor], object]
+    """Replaces a tensor by its sum over the group, in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +52,8 @@ class Problem:
     z_loss: float
     ignore_index: int
     chunk_size: int | None
+    shard: VocabularyShard | None = None
+    """None: `weight` is whole."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -66,6 +88,7 @@ def build_problem(
     z_loss: float,
     ignore_index: int,
     chunk_size: int | None,
+    shard: VocabularyShard | None = None,
 ) -> Problem:
     """Check the arguments of `linear_cross_entropy` and flatten leading dimensions to N rows.
 
@@ -98,7 +121,7 @@ def build_problem(
             "pass the head's weight as torch.nn.Linear stores it"
         )
     rows, vocabulary = hidden.shape[:-1], weight.shape[0]
-    if vocabulary == 0:
+    if vocabulary == 0 and shard is None:
         raise ValueError("weight must have at least one row (V >= 1), got an empty vocabulary")
     _check_shape("targets", targets, (*rows,), "one target per row of hidden")
     if token_weights is None:
@@ -149,6 +172,7 @@ def build_problem(
         z_loss=float(z_loss),
         ignore_index=ignore_index,
         chunk_size=chunk_size,
+        shard=shard,
     )
 
 
@@ -176,6 +200,6 @@ def _check_not_sharded(name: str, tensor: Tensor) -> None:
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
         raise TypeError(
             f"{name} is a DTensor, expected a plain tensor: call the loss inside the wrapped forward, where "
-            "the head's weight is gathered (isoloss.LossModel does), or pass vocab_group for a weight "
-            "sharded over the vocabulary"
+            "the head's weight is gathered (isoloss.LossModel does), or, for one sharded over the "
+            "vocabulary on a tensor-parallel axis, pass its to_local() and vocab_group"
         )
