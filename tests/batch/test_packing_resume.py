@@ -58,20 +58,20 @@ def packer(lookahead: int, **options: object) -> Packer[tuple[str, int]]:
     return Packer(settings.pop("window", 20), **settings)  # type: ignore[arg-type]
 
 
-@given(rows(), st.integers(1, 8), st.sampled_from(["split", "truncate", "drop"]))
+@given(rows(), st.sampled_from([8, 20]), st.integers(1, 8), st.sampled_from(["split", "truncate", "drop"]))
 @settings(max_examples=30)
 def test_row_35_stopping_after_any_number_of_windows_changes_no_later_one(
-    stream: Rows, lookahead: int, policy: str
+    stream: Rows, window: int, lookahead: int, policy: str
 ) -> None:
-    whole = Stream(stream, packer(lookahead, long_documents=policy))
+    whole = Stream(stream, packer(lookahead, window=window, long_documents=policy))
     expected = whole.all_windows()
     events = whole.packer.record.take_events()
     for stop in range(len(expected) + 1):
-        first = Stream(stream, packer(lookahead, long_documents=policy))
+        first = Stream(stream, packer(lookahead, window=window, long_documents=policy))
         for _ in range(stop):
             first.next_window()
         state = pickle.loads(pickle.dumps(first.packer.state_dict()))
-        second = Stream(stream, packer(lookahead, long_documents=policy), first.position)
+        second = Stream(stream, packer(lookahead, window=window, long_documents=policy), first.position)
         second.packer.load_state_dict(state, second.read)
         assert second.packer.state_dict() == state
         assert second.packer.buffered_tokens == first.packer.buffered_tokens
