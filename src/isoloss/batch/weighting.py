@@ -73,6 +73,8 @@ def weigh_documents(counts: TargetCounts, reduction: Reduction, layout: Layout) 
 
     The weight of a group stands at its first document with targets.
     """
+    if reduction == "token":
+        return counts.weight_sums
     if reduction in TOKEN_REDUCTIONS:
         return counts.weight_sums * reduction_factors(counts.num_targets, reduction)
     weights = counts.first_weights.clone()

@@ -7,7 +7,7 @@ from typing import final
 from torch import Tensor
 
 from isoloss.reduction.schema import VectorSchema, closing_schema, opening_schema
-from isoloss.reduction.terms import Term, escape_name
+from isoloss.reduction.terms import Routing, Term, escape_name
 
 TOKEN_COUNTERS = ("loss", "source", "aligned", "physical")
 CHANNEL_COUNTERS = ("tokens", "source_tokens", "documents")
@@ -22,15 +22,19 @@ class Declaration:
     With channels declared, documents of no declared channel are counted in one more, named "other".
     """
 
-    def __init__(self, terms: tuple[Term, ...], channels: tuple[str, ...]) -> None:
+    def __init__(
+        self, terms: tuple[Term, ...], channels: tuple[str, ...], routing: Routing | None = None
+    ) -> None:
         self.terms = terms
         self.channels = channels
+        self.routing = routing
         other = "other"
         while other in channels:
             other += "_"
         self.channel_names = (*channels, other) if channels else ()
+        self.escaped_channels = tuple(map(escape_name, self.channel_names))
         self.opening: VectorSchema = opening_schema(len(terms), len(self.channel_names))
-        self.closing: VectorSchema = closing_schema(len(terms), len(self.channel_names))
+        self.closing: VectorSchema = closing_schema(len(terms), len(self.channel_names), routing)
 
 
 @final
@@ -163,6 +167,7 @@ class StepRecord:
             **self._term_metrics(),
             **self._channel_metrics(),
             **self._count_metrics(),
+            **self._routing_metrics(),
         }
         bare = "" if prefix == "train/" else prefix
         return {(prefix if name == "loss" else bare) + name: value for name, value in values.items()}
@@ -181,7 +186,7 @@ class StepRecord:
 
     def _channel_metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        names = self.declaration.channel_names
+        names = self.declaration.escaped_channels
         if not names:
             return values
         complete = not self.opened("missing_channel")[0]
@@ -192,7 +197,7 @@ class StepRecord:
         # "other" shows only when something fell into it
         shown = [index for index in range(len(names)) if index < len(names) - 1 or counts[1][index]]
         for counter, row in zip(CHANNEL_COUNTERS, counts, strict=True):
-            values |= {f"channel_{counter}/{escape_name(names[index])}": row[index] for index in shown}
+            values |= {f"channel_{counter}/{names[index]}": row[index] for index in shown}
         weights = self.channel_table("opening", "channel_weights")
         losses = self.channel_table("closing", "channel_losses")
         totals = self.opened("weights")
@@ -200,7 +205,7 @@ class StepRecord:
             # the first declared term has the plain name, a further one adds its own
             suffix = f"/{escape_name(term.name)}" if order else ""
             for index in shown:
-                name = escape_name(names[index]) + suffix
+                name = names[index] + suffix
                 if weights[order][index]:
                     values[f"channel_loss/{name}"] = losses[order][index] / weights[order][index]
                 if totals[order]:
@@ -221,6 +226,24 @@ class StepRecord:
             values["packing/loss_density"] = loss / source
         values["health/counts_ordered"] = float(self.counts_ordered())
         values["health/books_balance"] = float(not (self.unbalanced_terms() or self.unbalanced_channels()))
+        return values
+
+    @property
+    def expert_counts(self) -> list[list[int]]:
+        """Tokens that each expert was chosen for, [layers][experts]; empty without routing."""
+        table = self.declaration.closing.block(self.closing, "expert_counts").tolist()
+        return [[int(count) for count in row] for row in table]
+
+    def _routing_metrics(self) -> dict[str, float]:
+        """Of each layer, and over layers, how far the busiest expert lies above the mean, as a fraction."""
+        values: dict[str, float] = {}
+        counts = self.expert_counts
+        for expert, column in enumerate(zip(*counts, strict=True)):
+            values[f"moe/expert_tokens/{expert}"] = float(sum(column))
+        violations = [max(row) * len(row) / sum(row) - 1.0 for row in counts if sum(row)]
+        if len(violations) == len(counts) > 0:
+            values["moe/max_violation"] = max(violations)
+            values |= {f"moe/max_violation/{layer}": value for layer, value in enumerate(violations)}
         return values
 
     @property

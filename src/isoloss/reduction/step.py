@@ -18,10 +18,12 @@ from isoloss.batch.document import IGNORE_INDEX
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.weighting import TOKEN_REDUCTIONS, reduction_factors, weigh_documents
 from isoloss.losses.linear_cross_entropy import linear_cross_entropy
+from isoloss.losses.router import expert_frequencies
 from isoloss.reduction.book import Book
 from isoloss.reduction.gradients import GradientSum
 from isoloss.reduction.opening import channel_indices, count_windows
 from isoloss.reduction.record import Declaration, StepRecord
+from isoloss.reduction.terms import Routing, TermReduction
 from isoloss.topology import Topology
 
 
@@ -173,9 +175,12 @@ class Step:
                     driven.end()
             self._start_closing()
             self._opening = denominators.on_host()
+            experts = self._pending
             self._book.close(
                 self._opening, self._windows, training=self.training, read_record=lambda: self.record
             )
+            if self.training and self._declaration.routing is not None and experts is not None:
+                self._book.keep_expert_counts(*experts)
         except BaseException:
             self._discard()
             raise
@@ -267,10 +272,10 @@ class Step:
             term: name of the term; None where only one is declared.
             losses: one loss per slot of `batch`, [T_local] or [1, T_local], in nats. Slots without a target
                 of the term do not count, whatever stands there; in a step in which the term has no target
-                at all they must hold 0.
+                at all they must hold 0. With reduction "source" every token is a target.
             batch: the micro-batch, as the step yields it.
         """
-        index = self._term_index(term, TOKEN_REDUCTIONS)
+        index = self._term_index(term, (*TOKEN_REDUCTIONS, "source"))
         flat = losses.reshape(-1)
         targets = self._targets(batch, index, flat.shape[0], "losses", flat.device)
         return self._add_tokens(index, flat, batch, targets)
@@ -325,6 +330,80 @@ class Step:
         index = self._term_index(term, ("group",))
         return self._add_units(index, losses.reshape(-1), batch, self._group_places(index, batch), "groups")
 
+    # -- router losses, which are summed while the layers run
+
+    @property
+    def topology(self) -> Topology:
+        """Of the run."""
+        return self._topology
+
+    @property
+    def routing(self) -> Routing | None:
+        """Routers of the model, as the ledger declares them."""
+        return self._declaration.routing
+
+    def channel_members(self, batch: PackedBatch) -> Tensor:
+        """1 where a slot holds a token of a channel, float64[channels, T_local]; one row without channels."""
+        is_token = batch.document_ids >= 0
+        if not self._declaration.channels:
+            return is_token.to(torch.float64).unsqueeze(0)
+        rows = torch.arange(len(self._declaration.channel_names), device=is_token.device).unsqueeze(-1)
+        members = rows == channel_indices(batch.sources, self._declaration)
+        return (members & is_token).to(torch.float64)
+
+    def source_scale(self, term: str, device: torch.device) -> Tensor:
+        """The coefficient over W of a term with reduction "source", float64 scalar; 0 where W is 0.
+
+        A sum of the term's losses times it is a share.
+        """
+        index = self._term_index(term, ("source",))
+        return self._opened().inverse(device)[index] * self._declaration.terms[index].coefficient
+
+    def previous_frequencies(self, device: torch.device) -> Tensor:
+        """Share of the tokens that each expert got in the last training step, float64[layers, experts].
+
+        From all ranks and micro-batches of it; uniform before the first.
+
+        Raises:
+            ValueError: the ledger declares no routing.
+        """
+        routing = self._declaration.routing
+        if routing is None:
+            raise ValueError(
+                "the ledger declares no routing; make it with Ledger(..., routing=model.routing), so that "
+                "the tokens of each expert are counted"
+            )
+        counts = self._book.expert_counts
+        if counts is None:
+            counts = torch.zeros(routing.num_layers, routing.num_experts, dtype=torch.float64)
+        return expert_frequencies(counts.to(device, non_blocking=True))
+
+    @torch.no_grad()
+    def add_sums(self, term: str, sums: Tensor, num_tokens: Tensor) -> Tensor:
+        """Enter losses of a term with reduction "source" that are summed already.
+
+        Args:
+            term: its name.
+            sums: of the losses of this rank's slots by channel, as `channel_members` has them; float64.
+            num_tokens: over how many tokens; float64 scalar.
+
+        Returns:
+            The share, a detached float64 scalar. Its gradient is the caller's.
+        """
+        share = sums.sum() * self.source_scale(term, sums.device)
+        blocks = self._closing_blocks(sums.device)
+        index = self._index[term]
+        blocks["shares"][index].add_(share)
+        blocks["losses"][index].add_(sums.sum())
+        blocks["consumed"][index].add_(num_tokens)
+        if self._declaration.channels:
+            blocks["channel_losses"][index].add_(sums)
+        return share
+
+    def add_expert_counts(self, counts: Tensor) -> None:
+        """Enter how often each expert was chosen for this rank's tokens, float64[layers, experts]."""
+        self._closing_blocks(counts.device)["expert_counts"].add_(counts)
+
     # -- after the block
 
     @property
@@ -368,7 +447,7 @@ class Step:
 
     # -- inside
 
-    def _term_index(self, name: str | None, reductions: Sequence[str]) -> int:
+    def _term_index(self, name: str | None, reductions: Sequence[TermReduction]) -> int:
         self._opened()
         terms = self._declaration.terms
         if name is None:
@@ -398,6 +477,8 @@ class Step:
                 "(targets are shifted already)"
             )
         name = self._declaration.terms[index].name
+        if self._declaration.terms[index].reduction == "source":
+            return torch.where(batch.document_ids >= 0, 0, IGNORE_INDEX).to(device, non_blocking=True)
         if name in batch.targets:
             return batch.targets[name].to(device, torch.int64, non_blocking=True)
         return torch.full((rows,), IGNORE_INDEX, device=device)
@@ -406,7 +487,7 @@ class Step:
         """Weights w of the slots, float64[T_local]; meaningful where the slot has a target."""
         term = self._declaration.terms[index]
         counts = batch.counts.get(term.name)
-        if counts is None or term.reduction == "token":
+        if counts is None or term.reduction == "token" or term.reduction == "source":
             weights = torch.ones(len(batch), dtype=torch.float64, device=device)
         else:
             factors = reduction_factors(counts.num_targets, term.reduction)
@@ -465,7 +546,7 @@ class Step:
         places = torch.tensor(documents, dtype=torch.int64)
         weights = torch.zeros(len(documents), dtype=torch.float64)
         has_target = torch.zeros(len(documents), dtype=torch.bool)
-        if counts is not None:
+        if counts is not None and term.reduction != "source":
             weights = weigh_documents(counts, term.reduction, batch.layout)[places]
             has_target = counts.num_targets[places] > 0
         weights = weights.to(losses.device, non_blocking=True)
@@ -514,22 +595,26 @@ class Step:
         orphans: Tensor | None = None,
     ) -> None:
         """Add weighted losses to the closing vector. The numbers are those that the share was summed from."""
-        schema = self._declaration.closing
-        if self._closing is None:
-            self._closing = schema.zeros(losses.device)
-            self._blocks = {name: schema.block(self._closing, name) for name in schema.shapes}
-        blocks = self._blocks
+        blocks = self._closing_blocks(losses.device)
         weighted = losses.detach().to(torch.float64) * weights
-        blocks["shares"][index] += share.detach()
-        blocks["losses"][index] += weighted.sum()
-        blocks["consumed"][index] += weights.sum()
+        blocks["shares"][index].add_(share.detach())
+        blocks["losses"][index].add_(weighted.sum())
+        blocks["consumed"][index].add_(weights.sum())
         if z_losses is not None:
-            blocks["z_losses"][index] += (z_losses * weights).sum()
+            blocks["z_losses"][index].add_((z_losses * weights).sum())
         if orphans is not None:
-            blocks["orphans"][index] += orphans
+            blocks["orphans"][index].add_(orphans)
         if self._declaration.channels:
             channels = channel_indices(sources.to(losses.device, non_blocking=True), self._declaration)
             blocks["channel_losses"][index].index_add_(0, channels, weighted)
+
+    def _closing_blocks(self, device: torch.device) -> dict[str, Tensor]:
+        """Views of the closing vector, which lies where the first loss does."""
+        schema = self._declaration.closing
+        if self._closing is None:
+            self._closing = schema.zeros(device)
+            self._blocks = {name: schema.block(self._closing, name) for name in schema.shapes}
+        return self._blocks
 
     def _watched(self, share: Tensor) -> Tensor:
         """The share, with a hook that says which backward pass reached it."""
