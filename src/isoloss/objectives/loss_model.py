@@ -1,13 +1,15 @@
 """A model together with its loss: what DDP or fully_shard wraps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.parallel.attention import is_transformers_model, use_packed_attention
+from isoloss.parallel.routers import RouterHooks, RouterLosses
 from isoloss.reduction.step import Step
+from isoloss.reduction.terms import Routing
 
 Objective = Callable[[Any, Step, PackedBatch], Tensor]
 """An objective: (model, step, batch) -> this rank's share."""
@@ -37,11 +39,21 @@ class LossModel(nn.Module):
             `PackedBatch.model_inputs()`; returns hidden states [1, T, H], or an output that has them as
             `last_hidden_state`) and `get_output_embeddings()` (the head, with a `weight` [V, H]). With an
             objective of your own the model can be anything.
+        router_losses: losses of the routers of a mixture of experts, entered in every forward by hooks on
+            them; None: none.
+        routers: see `isoloss.parallel.routers.RouterHooks`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        router_losses: RouterLosses | None = None,
+        *,
+        routers: Sequence[nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.router_hooks = None if router_losses is None else RouterHooks(model, router_losses, routers)
         if is_transformers_model(model):
             use_packed_attention(model)
 
@@ -53,9 +65,15 @@ class LossModel(nn.Module):
             batch: a micro-batch that it yielded.
             objective: what to compute; None: next-token cross entropy of the only declared term.
         """
-        if objective is not None:
-            return objective(self.model, step, batch)
-        return causal_lm(self.model, step, batch)
+        chosen = causal_lm if objective is None else objective
+        if self.router_hooks is None:
+            return chosen(self.model, step, batch)
+        return self.router_hooks.run(lambda: chosen(self.model, step, batch), step, batch)
+
+    @property
+    def routing(self) -> Routing | None:
+        """Layers and experts of its routers, for `Ledger(..., routing=...)`; None without router losses."""
+        return None if self.router_hooks is None else self.router_hooks.routing
 
 
 def causal_lm(

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,6 +34,8 @@ class Book:
         self.totals = dict.fromkeys((*TOKEN_COUNTERS, "documents"), 0)
         self.channel_totals = {name: dict.fromkeys(CHANNEL_COUNTERS, 0) for name in declaration.channel_names}
         self.last_record: StepRecord | None = None
+        self._expert_counts: Tensor | None = None
+        self._expert_work: dist.Work | None = None
         self._checked: set[bool] = set()
         self._warned_unsummed = False
 
@@ -84,6 +87,22 @@ class Book:
             self._checked.add(training)
         if training:
             self._count(opening)
+
+    def keep_expert_counts(self, closing: Tensor, work: dist.Work | None) -> None:
+        """Keep the expert counts of a training step, whose closing reduction may still run."""
+        self._expert_counts = self.declaration.closing.block(closing, "expert_counts")
+        self._expert_work = work
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """Tokens of each expert in the last training step, float64[layers, experts]; None before the first.
+
+        Host syncs: none on CUDA, where the stream waits for the reduction.
+        """
+        if self._expert_work is not None:
+            self._expert_work.wait()
+            self._expert_work = None
+        return self._expert_counts
 
     def _exchange_unknown_channels(self, windows: Sequence[PackedBatch]) -> list[str]:
         """Tell every rank which undeclared channels were seen. All ranks enter, as the flag is global."""
@@ -144,13 +163,15 @@ class Book:
             "num_skipped": self.num_skipped,
             "totals": dict(self.totals),
             "channel_totals": {name: dict(counts) for name, counts in self.channel_totals.items()},
+            "expert_counts": None if self.expert_counts is None else self.expert_counts.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counts of another book, on any number of ranks.
 
         Raises:
-            ValueError: its metrics have other definitions, or it counted channels not declared here.
+            ValueError: its metrics have other definitions, it counted channels not declared here, or experts
+                of another model.
         """
         if state["metrics_version"] != METRICS_VERSION:
             raise ValueError(
@@ -167,6 +188,16 @@ class Book:
                 f"the ledger was saved with counts of channels {lost}, which are not declared now "
                 f"({list(self.declaration.channels)}); declare them, or their totals are lost"
             )
+        experts = state["expert_counts"]
+        if experts is not None:
+            counts = torch.tensor(experts, dtype=torch.float64, device=self.topology.device)
+            declared = self.declaration.closing.shapes["expert_counts"]
+            if counts.shape != declared:
+                raise ValueError(
+                    f"the ledger was saved with counts of {list(counts.shape)} (layers, experts), this one "
+                    f"declares {list(declared)}; resume with the model of the run"
+                )
+            self._expert_counts = counts
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.totals = dict(state["totals"])
@@ -191,6 +222,7 @@ class Book:
             "square": "each target weighs 1 / sqrt(targets of its document)",
             "document": "each document with a target weighs 1",
             "group": "each group with a target weighs 1",
+            "source": "each token of a document weighs 1",
         }
         names = self.declaration.channel_names
         for index, term in enumerate(self.declaration.terms):

@@ -10,7 +10,7 @@ from isoloss.reduction.book import Book
 from isoloss.reduction.gradients import GradientSum
 from isoloss.reduction.record import Declaration, StepRecord
 from isoloss.reduction.step import Step
-from isoloss.reduction.terms import Term, check_unique
+from isoloss.reduction.terms import Routing, Term, check_unique
 from isoloss.topology import Topology
 
 
@@ -26,6 +26,8 @@ class Ledger:
         channels: names of the data sources; a document's source is an index into them. Empty: losses and
             counts are not split.
         topology: of the run; None for one rank.
+        routing: layers and experts of a model with routers, as `LossModel.routing` tells them: their tokens
+            are counted, and the counts of a step are the frequencies of the next one's balancing loss.
         strict: whether documents without a channel, of an undeclared channel, or targets of an undeclared
             term raise on all ranks before the optimizer moves. Otherwise undeclared channels are counted
             as "other", with a warning, and missing ones lower health/metadata_complete.
@@ -51,13 +53,14 @@ class Ledger:
         channels: Sequence[str] = (),
         topology: Topology | None = None,
         *,
+        routing: Routing | None = None,
         strict: bool = False,
     ) -> None:
         if not terms:
             raise ValueError("a ledger needs at least one term, such as Term('text')")
         check_unique("term", [term.name for term in terms])
         self._topology = Topology.single() if topology is None else topology
-        self._declaration = Declaration(tuple(terms), check_unique("channel", channels))
+        self._declaration = Declaration(tuple(terms), check_unique("channel", channels), routing)
         self._book = Book(self._declaration, self._topology, strict=strict)
 
     @property

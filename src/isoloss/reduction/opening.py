@@ -37,7 +37,10 @@ def count_windows(
     for index, term in enumerate(declaration.terms):
         document_weights = torch.cat([_term_weights(window, term) for window in windows])
         weights[index] = document_weights.sum()
-        targets[index] = sum(_num_targets(window, term.name) for window in windows)
+        if term.reduction == "source":
+            targets[index] = weights[index]
+        else:
+            targets[index] = sum(_num_targets(window, term.name) for window in windows)
         if declaration.channels:
             channel_weights[index].index_add_(0, channels, document_weights)
     loss_tokens = torch.cat([window.loss_tokens for window in windows])
@@ -73,6 +76,8 @@ def count_windows(
 
 def _term_weights(window: PackedBatch, term: Term) -> Tensor:
     """Weight of each document of the window in the term's denominator; zeros where the term has no target."""
+    if term.reduction == "source":
+        return torch.tensor(window.layout.document_lengths, dtype=torch.float64)
     counts = window.counts.get(term.name)
     if counts is None:
         return torch.zeros(len(window.layout.document_lengths), dtype=torch.float64)

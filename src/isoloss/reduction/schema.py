@@ -11,6 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from isoloss.reduction.terms import Routing
+
 METRICS_VERSION = 1
 """Version of the definitions of the metrics; stored with every run."""
 
@@ -57,8 +59,9 @@ def opening_schema(num_terms: int, num_channels: int) -> VectorSchema:
     )
 
 
-def closing_schema(num_terms: int, num_channels: int) -> VectorSchema:
+def closing_schema(num_terms: int, num_channels: int, routing: Routing | None = None) -> VectorSchema:
     """What the shares of a step summed up to. Every rank adds the losses of its own slots."""
+    experts = (0, 0) if routing is None else (routing.num_layers, routing.num_experts)
     return VectorSchema(
         {
             "shares": (num_terms,),  # what was trained: coefficient * sum of w l / W
@@ -67,5 +70,6 @@ def closing_schema(num_terms: int, num_channels: int) -> VectorSchema:
             "consumed": (num_terms,),  # sum of w over the targets whose loss was recorded
             "orphans": (num_terms,),  # sum of |l| where the term has no target
             "channel_losses": (num_terms, num_channels),
+            "expert_counts": experts,  # tokens that each expert was chosen for
         }
     )

@@ -451,11 +451,13 @@ class Step:
         self._opened()
         terms = self._declaration.terms
         if name is None:
-            if len(terms) > 1:
+            # router losses stand beside the one term that a plain loop has
+            choice = [term for term in terms if term.reduction != "source"] or terms
+            if len(choice) > 1:
                 raise ValueError(
                     f"several terms are declared ({', '.join(self._index)}); say which with term=..."
                 )
-            name = terms[0].name
+            name = choice[0].name
         if name not in self._index:
             raise ValueError(
                 f"term {name!r} is not declared; declared: {', '.join(self._index)}. Add "

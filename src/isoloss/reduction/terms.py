@@ -4,8 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from isoloss.batch.weighting import REDUCTIONS, Reduction
+
+TermReduction = Reduction | Literal["source"]
+"""How a term weighs its losses: a reduction of targets, or "source": each token of a document weighs 1."""
+TERM_REDUCTIONS: tuple[TermReduction, ...] = (*REDUCTIONS, "source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +25,40 @@ class Term:
     """
 
     name: str
-    reduction: Reduction = "token"
+    reduction: TermReduction = "token"
     """What one target of a document with n targets weighs: "token" 1, "sample" 1 / n, "square" 1 / sqrt(n);
-    "document" and "group": one loss per document or per group of documents."""
+    "document" and "group": one loss per document or per group of documents; "source": one loss per token of
+    a document, with or without target, such as the router losses of a mixture of experts."""
     coefficient: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a term needs a name, such as 'text'")
-        if self.reduction not in REDUCTIONS:
+        if self.reduction not in TERM_REDUCTIONS:
             raise ValueError(
                 f"term {self.name!r}: reduction {self.reduction!r} is not known; use one of "
-                f"{', '.join(REDUCTIONS)}"
+                f"{', '.join(TERM_REDUCTIONS)}"
             )
         if not math.isfinite(self.coefficient):
             raise ValueError(f"term {self.name!r}: coefficient {self.coefficient} is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How many experts choose among whom: what a ledger needs to count their tokens.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    num_layers: int
+    """Layers with a router."""
+    num_experts: int
+    """Experts of each of them."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.num_experts < 1:
+            raise ValueError(f"{self} has no expert; leave routing out for a model without routers")
 
 
 def check_unique(kind: str, names: Sequence[str]) -> tuple[str, ...]:
