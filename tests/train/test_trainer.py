@@ -234,3 +234,34 @@ def test_the_resolved_recipe_is_kept_and_runs_again(corpus: Path, reference: Pat
     kept = load_recipe(reference / "recipe.yaml")
     assert kept.train.output_dir == str(reference)
     assert json.loads((reference / "checkpoint-12" / "trainer_state.json").read_text())["step"] == 12
+
+
+def test_rows_that_are_not_packed_whole_are_recorded_and_counted(corpus: Path, tmp_path: Path) -> None:
+    """Every truncated row has a line with its place and reason; the checkpoint holds the counts."""
+    overrides = ["data.window=24", "train.max_steps=null", "train.num_train_epochs=1", "data.eval_fraction=0"]
+    made = recipe(corpus, tmp_path / "run", *overrides, "train.eval_steps=null")
+    assert train(made, 2, tmp_path) == []
+    events = [
+        json.loads(line)
+        for path in (tmp_path / "run" / "packing").glob("rank-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    long_rows = sum(
+        len(json.loads(line)["text"].split()) + 1 > 24
+        for name in ("code", "docs")
+        for line in (corpus / f"{name}.jsonl").read_text().splitlines()
+    )
+    assert len(events) == long_rows > 10
+    assert {event["action"] for event in events} == {"truncated"}
+    assert all(event["place"].rpartition(":")[2].isdecimal() for event in events)
+    newest = max(complete_checkpoints(tmp_path / "run").items())[1]
+    records = [
+        lane["packer"]["record"]
+        for lane in json.loads((newest / "trainer_state.json").read_text())["lanes"].values()
+    ]
+    assert sum(record["rows_in"] for record in records) == 160
+    assert sum(record["rows_truncated"] for record in records) == long_rows
+    for record in records:
+        assert record["tokens_in"] == sum(
+            record[name] for name in ("tokens_packed", "tokens_truncated", "tokens_dropped")
+        )

@@ -15,6 +15,7 @@ import numpy as np
 from isoloss.batch.document import Document
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing import Packer
+from isoloss.batch.packing_record import PackingRecord
 from isoloss.data.sources import generator
 
 Key = tuple[int, int]
@@ -125,6 +126,11 @@ class Lane:
         ]
         self._number = number
         self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def record(self) -> PackingRecord:
+        """What became of every row that the lane has read."""
+        return self._packer.record
 
     @property
     def exhausted(self) -> bool:

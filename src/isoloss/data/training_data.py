@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from isoloss.batch.document import Document
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing import LongDocuments, Packer
-from isoloss.batch.packing_record import PackingRecord
 from isoloss.data.chat import Tokeniser
 from isoloss.data.errors import DataError, RowError
 from isoloss.data.lanes import Key, Lane, MixtureSpec, Permutations, empty_parts
@@ -122,10 +121,21 @@ class TrainingData:
             counts.append(count)
         return max(counts)
 
-    @property
-    def record(self) -> PackingRecord:
-        """What became of the rows that this rank has read."""
-        return self._record
+    def take_events(self) -> list[dict[str, Any]]:
+        """Rows of this rank that were truncated, split or dropped since the last call, with place and reason."""
+        return [
+            {
+                "source": self._mixture.names[event.key[0]],
+                "place": self._sources[event.key[0]].place(event.key[1]),
+                "action": event.action,
+                "reason": event.reason,
+                "tokens": event.num_tokens,
+                "kept_tokens": event.kept_tokens,
+                "pieces": event.pieces,
+            }
+            for lane in self._lanes.values()
+            for event in lane.record.take_events()
+        ]
 
     def lane_states(self) -> dict[int, Any]:
         """Lane number -> state, JSON; the lanes of all ranks together are the state of the data."""
@@ -174,27 +184,25 @@ class TrainingData:
 
     def _make_lanes(self) -> dict[int, Lane]:
         permutations = Permutations(self._mixture)
-        self._record = PackingRecord()
         return {
             number: Lane(
                 number,
                 self._mixture,
                 permutations,
-                self._packer(self._record),
+                self._packer(),
                 self._read,
                 lambda source, position: int(self._train_rows[source][position]),
             )
             for number in range(self._data_rank, self._settings.windows_per_step, self._data_size)
         }
 
-    def _packer(self, record: PackingRecord) -> Packer[Key]:
+    def _packer(self) -> Packer[Key]:
         return Packer(
             self._settings.window,
             alignment=self._settings.alignment,
             long_documents=self._settings.long_documents,
             pad_token_id=self._pad_token_id,
             term=TERM,
-            record=record,
         )
 
     def _read(self, key: Key) -> Document:
@@ -212,7 +220,7 @@ class TrainingData:
 
     def _make_eval_windows(self) -> list[PackedBatch]:
         """All held-out documents in a fixed order, packed; window n belongs to data rank n modulo D."""
-        packer = self._packer(PackingRecord())
+        packer = self._packer()
         for index, rows in enumerate(self._eval_rows):
             for row in rows:
                 packer.add([self._read((index, int(row)))], (index, int(row)))

@@ -120,7 +120,7 @@ class Checkpointer:
         self._running: tuple[int, Future[Any]] | None = None
 
     def save(self, step: int, state: Mapping[str, Any], lanes: Mapping[int, Any]) -> float:
-        """Start saving; training goes on as soon as the tensors are copied.
+        """Start saving, after `finish`; training goes on as soon as the tensors are copied.
 
         Args:
             step: number of optimizer steps done.
@@ -131,12 +131,9 @@ class Checkpointer:
             Seconds for which training was held up.
 
         Collectives: one gather of the lanes, and those of torch.distributed.checkpoint in the background.
-
-        Raises:
-            CheckpointError: the save before this one failed (see `finish`).
         """
+        assert self._running is None, "finish() the save before this one first"
         started = time.perf_counter()
-        self.finish()
         folder = self._partial(step)
         everything = {
             "format": FORMAT,

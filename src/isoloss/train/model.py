@@ -83,7 +83,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
             f"model.config.vocab_size to at least {len(tokenizer)}, or use the model's own tokenizer"
         )
     if recipe.train.gradient_checkpointing:
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        built.activation_checkpointing_enable({"use_reentrant": False})
     return built.train()
 
 

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a bar in a terminal, plain lines elsewhere."""
 
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 from rich.console import Console
 from rich.progress import (
@@ -122,3 +122,17 @@ def channel_table(
             ]
         table.add_row(*cells, end_section=name == channels[-1])
     return table
+
+
+def packing_summary(lanes: Mapping[str, Any]) -> str:
+    """What became of the rows of a run, over all lanes (their states as a checkpoint keeps them)."""
+    records = [lane["packer"]["record"] for lane in lanes.values()]
+
+    def total(name: str) -> int:
+        return sum(record[name] for record in records)
+
+    return (
+        f"Rows: {total('rows_in'):,} read; {total('rows_whole'):,} packed whole, {total('rows_split'):,} split, "
+        f"{total('rows_truncated'):,} truncated ({total('tokens_truncated'):,} tokens cut off), "
+        f"{total('rows_dropped'):,} dropped ({total('tokens_dropped'):,} tokens)"
+    )

@@ -1,5 +1,6 @@
 """The training loop: windows in, optimizer steps out, every number of them exact in every layout."""
 
+import json
 import logging
 import resource
 import time
@@ -26,12 +27,15 @@ from isoloss.topology import Topology
 from isoloss.train.checkpoint import Checkpointer, CheckpointError, find_checkpoint, read_state
 from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, transformer_blocks
 from isoloss.train.optimizer import build_optimizer, learning_rate_factor
-from isoloss.train.progress import ProgressDisplay, channel_table
+from isoloss.train.progress import ProgressDisplay, channel_table, packing_summary
 from isoloss.train.recipe import Recipe, dump_recipe, windows_per_step
 from isoloss.train.rundir import set_aside
 from isoloss.train.trackers import Tracker, open_trackers, read_metrics
 
 logger = logging.getLogger(__name__)
+
+PACKING_FOLDER = "packing"
+"""Folder of a run with a line for every row that was truncated, split or dropped, and why."""
 
 
 class NonFiniteError(RuntimeError):
@@ -146,7 +150,6 @@ class Trainer:
             if self._resume_from is not None:
                 display.say(f"resumed from {self._resume_from} after step {self.num_steps}")
         has_more = True
-        saved_at = self.num_steps
         try:
             if self.num_steps == 0:
                 self._write(trackers, display, self._evaluate())
@@ -161,9 +164,8 @@ class Trainer:
                 self._write(trackers, display, metrics)
                 if ends or (settings.save_steps and self.num_steps % settings.save_steps == 0):
                     self._save(last=ends)
-                    saved_at = self.num_steps
                 self._checkpointer.poll()
-            if saved_at == 0 and self.num_steps == 0:
+            if self.num_steps == 0:
                 raise ValueError("the run has no step: its data ended before the first window")
             self._checkpointer.finish()
         finally:
@@ -227,10 +229,11 @@ class Trainer:
         return step.metrics()
 
     def _log_metrics(self) -> dict[str, float]:
-        """The numbers of the steps since the last logged one.
+        """The numbers of the steps since the last logged one; also writes the events of packing.
 
         Collectives: one MAX.
         """
+        self._write_events()
         window, self._log_window = self._log_window, LogWindow()
         assert window.record is not None
         steps = window.record.num_steps
@@ -293,6 +296,15 @@ class Trainer:
 
     # -- the folder of the run
 
+    def _write_events(self) -> None:
+        """Append what was truncated, split or dropped on this rank, and why."""
+        events = self.data.take_events()
+        if events:
+            folder = self.output_dir / PACKING_FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"rank-{self.topology.rank}.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": self.num_steps, **event}) + "\n" for event in events)
+
     def _prepare_output(self) -> None:
         """Make the folder, on rank 0: earlier runs are set aside, recipe, config and tokenizer written."""
         if self.topology.rank != 0:
@@ -315,20 +327,23 @@ class Trainer:
             self._console.print(resolved, highlight=False, markup=False, soft_wrap=True)
 
     def _save(self, *, last: bool) -> None:
-        """Start a checkpoint. One that fails in mid-run is reported, and training goes on."""
+        """Start a checkpoint; the last one is waited for and must succeed."""
         state = {
             "ledger": self.ledger.state_dict(),
             "data": self.data.identity(),
             "log_window": self._pending_state(),
         }
+        self._report_failed_save()
+        held_up = self._checkpointer.save(self.num_steps, state, self.data.lane_states())
+        logger.debug("isoloss: checkpoint %d held training up for %.3f s", self.num_steps, held_up)
+        if last:
+            self._checkpointer.finish()
+
+    def _report_failed_save(self) -> None:
+        """Wait for the save before; if it failed, say so and go on."""
         try:
-            held_up = self._checkpointer.save(self.num_steps, state, self.data.lane_states())
-            logger.debug("isoloss: checkpoint %d held training up for %.3f s", self.num_steps, held_up)
-            if last:
-                self._checkpointer.finish()
+            self._checkpointer.finish()
         except CheckpointError as error:
-            if last:
-                raise
             if self.topology.rank == 0:
                 logger.error("isoloss: %s. Training goes on; the next checkpoint is tried as planned", error)
 
@@ -366,9 +381,13 @@ class Trainer:
         evaluations = [line for line in read_metrics(self.output_dir) if "eval/loss" in line]
         first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
         self._console.print(channel_table(self.data.channels, self.ledger.channel_totals, first, last))
+        newest = find_checkpoint(self.output_dir, "auto")
+        if newest is not None:
+            self._console.print(packing_summary(read_state(newest)["lanes"]), soft_wrap=True, highlight=False)
         run_dir = self.output_dir
         self._console.print(
-            f"The run is in {run_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made.\n"
+            f"The run is in {run_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made, packing/ the "
+            "rows that were not packed whole.\n"
             "What to try next:\n"
             f"  isoloss export {run_dir}\n"
             "      a folder for transformers: AutoModelForCausalLM.from_pretrained\n"
