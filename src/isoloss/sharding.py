@@ -129,8 +129,11 @@ def slot_ranks(layout: Layout, *, cp_size: int, sp_size: int) -> tuple[Tensor, T
 
     Returns:
         (ranks, places), int64[T] each; rank = cp_rank * sp_size + sp_rank.
+
+    Raises:
+        ValueError: as `shard_slots`.
     """
-    part = layout.physical_tokens // (cp_size * sp_size)
+    part = len(shard_slots(layout, cp_size=cp_size, cp_rank=0, sp_size=sp_size, sp_rank=0))
     places = window_order(layout, cp_size=cp_size)
     return places // part, places % part
 

@@ -27,6 +27,7 @@ from exactness.driving import (
     compare,
     draw_documents,
     full_gradients,
+    replicate,
     run_step,
     shard,
 )
@@ -167,6 +168,35 @@ def test_the_documents_hold_what_the_matrix_claims() -> None:
     targets = window.targets["text"].view(8, -1)
     assert not (targets[0] != -100).any() and window.layout.document_lengths[0] > targets.shape[1]
     assert (targets != -100).any()
+
+
+def run_replicas(expected: Answer) -> list[str]:
+    failures = []
+    documents = draw_long_documents()
+    for axis, wrapper in itertools.product(("sp_size", "cp_size"), ("ddp", "fsdp")):
+        topology = Topology(dp_replicate_size=2, dp_shard_size=1, **{axis: 2})
+        inner = build_model()
+        if wrapper == "ddp":
+            outer = replicate(LossModel(inner), topology)
+            wrapped = Wrapped(inner, outer, topology, sum_gradients(outer, topology))
+        else:  # HSDP: sharded over the ranks of a window, copied over those with their own windows
+            assert topology.fsdp_mesh is not None and topology.fsdp_mesh.shape == (2, 2)
+            wrapped = wrap(inner, "fsdp", topology)
+        metrics = run_step(wrapped, own_windows(documents, topology, 1, **SLOTS))
+        found = compare(
+            metrics,
+            full_gradients(wrapped.inner),
+            expected,
+            aligned=aligned_tokens(documents, ALIGNMENT),
+            physical=WINDOW * 2,
+        )
+        failures += [f"{axis}, {wrapper}: {difference}" for difference in found]
+    return failures
+
+
+def test_replicas_of_shards_under_ddp_and_hsdp() -> None:
+    for failures in run_on_ranks(4, run_replicas, oracle("qwen3-tied", "token")):
+        assert not failures, failures
 
 
 # -- one process against shards, bit by bit of what is shown

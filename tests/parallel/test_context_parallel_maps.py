@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch.strategies import layouts
@@ -33,6 +33,7 @@ def padded(layout: Layout, multiple: int) -> Layout:
     )
 
 
+@settings(max_examples=25)
 @given(layouts(alignments=(8, 16)), CP_SIZES, st.sampled_from([1, 2, 4]))
 def test_shards_are_contiguous_parts_of_zigzag_parts(layout: Layout, cp_size: int, sp_size: int) -> None:
     window = padded(layout, 2 * cp_size * sp_size * 8)
@@ -43,6 +44,7 @@ def test_shards_are_contiguous_parts_of_zigzag_parts(layout: Layout, cp_size: in
         assert torch.equal(zigzag[part], composed)
 
 
+@settings(max_examples=25)
 @given(layouts(alignments=(8, 16)), CP_SIZES)
 def test_pieces_hold_every_token_once_where_the_map_says(layout: Layout, cp_size: int) -> None:
     window = padded(layout, 16 * cp_size)
@@ -64,6 +66,7 @@ def test_pieces_hold_every_token_once_where_the_map_says(layout: Layout, cp_size
     assert sorted(held) == tokens
 
 
+@settings(max_examples=25)
 @given(layouts(alignments=(8, 16)), st.sampled_from([2, 4]))
 def test_work_on_tokens_is_balanced_within_one_piece(layout: Layout, cp_size: int) -> None:
     """A context rank's queries times the keys that they see, per document, alignment slots left out."""
@@ -86,6 +89,7 @@ def test_work_on_tokens_is_balanced_within_one_piece(layout: Layout, cp_size: in
             assert len(set(work)) == 1
 
 
+@settings(max_examples=25)
 @given(layouts(alignments=(8, 16)), CP_SIZES)
 def test_window_order_undoes_the_zigzag(layout: Layout, cp_size: int) -> None:
     window = padded(layout, 16 * cp_size)
@@ -122,6 +126,7 @@ def test_row_16_local_boundaries() -> None:
         local_boundaries([0, 3, 8], size=3, rank=0)
 
 
+@settings(max_examples=25)
 @given(layouts(), st.sampled_from([1, 2, 4]))
 def test_local_boundaries_separate_what_the_window_separates(layout: Layout, size: int) -> None:
     window = padded(layout, size)

@@ -68,7 +68,7 @@ def attend_pieces(
         in a reduction.
     """
     seen = [_seen(layout, piece) for piece in pieces]
-    if seen and _has_variable_length(query, value, scores):
+    if seen and _has_variable_length(query, value, seen, scores):
         return _attend_variable_length(query, key, value, seen, scores)
     whole = [piece for piece in seen if _is_whole(piece, query, value, scores)]
     others = [piece for piece in seen if not _is_whole(piece, query, value, scores)]
@@ -232,8 +232,13 @@ def _add_to_slots(total: Tensor, slots: Sequence[slice], values: Tensor) -> None
         total[:, :, part] += columns
 
 
-def _has_variable_length(query: Tensor, value: Tensor, scores: Scores) -> bool:
-    """Whether torch's kernel for documents of different lengths takes these inputs."""
+def _has_variable_length(query: Tensor, value: Tensor, pieces: Sequence[_Piece], scores: Scores) -> bool:
+    """Whether torch's kernel for documents of different lengths takes these inputs.
+
+    It wants a copy of the keys for each piece. The two pieces of a document share some, 1 + 1 / (2 * cp_size)
+    windows in all; behind a prefix with many children the copies would be more than linear.
+    """
+    copied = sum(piece.columns for piece in pieces)
     return (
         query.device.type == "cuda"
         and torch.version.cuda is not None
@@ -243,6 +248,7 @@ def _has_variable_length(query: Tensor, value: Tensor, scores: Scores) -> bool:
         and query.shape[3] == value.shape[3] <= 256
         and query.shape[3] % 8 == 0
         and scores.softcap is None
+        and copied <= 2 * value.shape[2]
     )
 
 
@@ -259,7 +265,6 @@ def _attend_variable_length(
     rows = copy_to_device(
         _slots_of([slice(piece.start, piece.start + piece.rows) for piece in pieces]), device
     )
-    # Pieces of one document see the same keys: each gets a copy, 1 + 1 / (2 * cp_size) windows in all.
     columns = copy_to_device(_slots_of([part for piece in pieces for part in piece.seen]), device)
     before = -1 if scores.sliding_window is None else scores.sliding_window - 1
     attended = kernel(
