@@ -887,7 +887,7 @@ def test_a75_a_bfloat16_model_sums_in_float32(backend: str, chunk_size: int) -> 
     "change, error, message",
     [
         ({"backend": "tritn"}, ValueError, "auto, reference, chunked.*'tritn'"),
-        ({"vocab_group": object()}, NotImplementedError, "vocab_group"),
+        ({"vocab_group": object()}, TypeError, "vocab_group must be a ProcessGroup .* got object"),
         ({"chunk_size": 0}, ValueError, "chunk_size.*got 0"),
         ({"softcap": 0.0}, ValueError, "softcap.*got 0.0"),
         ({"logit_scale": math.nan}, ValueError, "logit_scale.*nan"),

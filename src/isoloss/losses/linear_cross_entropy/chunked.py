@@ -7,10 +7,16 @@ factored bias.
 loss with respect to its logits is (e - S * onehot) / S. The logits buffer holds e - S * onehot. Everything
 that is one number per row (1 / S, the token weight, the logit scale) is applied to operands of width H, not
 V; so is the division by the cap.
+
+[Note: vocabulary shards] Where the vocabulary is spread over ranks, V is this rank's slice and the loop is
+the same. A chunk takes two reductions: the maximum of each row, then one sum of what the row's loss is made
+of. Gradients of hidden and a are partial over the slices and summed once, at the end. How many chunks there
+are and what is reduced follows from N, never from the rows that have a target: ranks cannot lose step.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +27,14 @@ from isoloss.losses.linear_cross_entropy.huge_pages import advise_huge_pages
 from isoloss.losses.linear_cross_entropy.problem import (
     LinearCrossEntropyOutput,
     Problem,
+    VocabularyShard,
     check_targets_on_cpu,
 )
-from isoloss.losses.linear_cross_entropy.row_losses import block_rows, compute_row_losses_
+from isoloss.losses.linear_cross_entropy.row_losses import (
+    block_rows,
+    compute_row_losses_,
+    compute_sharded_row_losses_,
+)
 
 
 def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -> int:
@@ -86,25 +97,29 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         inputs = (hidden, weight, bias, a, b)
         # needs_input_grad, not requires_grad: a view made in here would not require a gradient.
         needs = [need and grad_enabled for need in ctx.needs_input_grad[: len(inputs)]]
-        # One opaque operator in a compiled graph; called directly, it would load the compiler.
-        run = _chunks_operator if torch.compiler.is_compiling() else _chunks
-        loss, token_losses, token_z_losses, *made = run(
-            hidden,
-            weight,
-            problem.targets,
-            problem.token_weights,
-            bias,
-            a,
-            b,
-            problem.softcap,
-            problem.logit_scale,
-            problem.label_smoothing,
-            problem.z_loss,
-            problem.ignore_index,
-            problem.chunk_size,
-            _product_dtype(problem),  # here, where a compiled graph still knows of autocast
-            needs,
-        )
+        product_dtype = _product_dtype(problem)  # here, where a compiled graph still knows of autocast
+        if problem.shard is not None:
+            loss, token_losses, token_z_losses, *made = _compute(problem, needs, product_dtype)
+        else:
+            # One opaque operator in a compiled graph; called directly, it would load the compiler.
+            run = _chunks_operator if torch.compiler.is_compiling() else _chunks
+            loss, token_losses, token_z_losses, *made = run(
+                hidden,
+                weight,
+                problem.targets,
+                problem.token_weights,
+                bias,
+                a,
+                b,
+                problem.softcap,
+                problem.logit_scale,
+                problem.label_smoothing,
+                problem.z_loss,
+                problem.ignore_index,
+                problem.chunk_size,
+                product_dtype,
+                needs,
+            )
         gradients = iter(made)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         ctx.are_leaves = [tensor is not None and tensor.is_leaf for tensor in inputs]
@@ -167,10 +182,14 @@ def _chunks(
         ignore_index,
         chunk_size,
     )
+    return _compute(problem, needs, product_dtype)
+
+
+def _compute(problem: Problem, needs: list[bool], product_dtype: torch.dtype) -> list[Tensor]:
     result = compute_in_chunks(
         problem,
         Needs(*needs),
-        compact=hidden.device.type == "cpu",
+        compact=problem.hidden.device.type == "cpu",
         product_dtype=product_dtype,
     )
     made = [gradient for gradient in result.gradients if gradient is not None]
@@ -294,14 +313,14 @@ def _compute_in_chunks(
     problem: Problem, needs: Needs, compact: bool, product_dtype: torch.dtype
 ) -> ChunkedResult:
     dtype, (vocabulary, hidden_size) = problem.compute_dtype, problem.weight.shape
-    hidden, bias = problem.hidden, problem.bias
+    hidden, bias, shard = problem.hidden, problem.bias, problem.shard
     a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
     is_valid = problem.targets != problem.ignore_index
     # Where a row is ignored, its weight may be anything, and its target is no index.
     token_weights = torch.where(is_valid, problem.token_weights, 0)
     targets = torch.where(is_valid, problem.targets, 0)
     if compact:
-        check_targets_on_cpu(targets, vocabulary)
+        check_targets_on_cpu(targets, vocabulary if shard is None else int(shard.size))
     rows = _select_rows(is_valid, compact)
 
     weight = problem.weight.to(product_dtype)
@@ -315,19 +334,23 @@ def _compute_in_chunks(
 
     token_losses = hidden.new_zeros(hidden.shape[0], dtype=dtype)
     token_z_losses = torch.zeros_like(token_losses)
-    grad_hidden = _new_gradient(hidden) if needs.hidden else None
-    grad_a = _new_gradient(a) if a is not None and needs.a else None
+    # What is still to be summed over ranks keeps its digits until then.
+    row_dtype = None if shard is None else dtype
+    grad_hidden = _new_gradient(hidden, row_dtype) if needs.hidden else None
+    grad_a = _new_gradient(a, row_dtype) if a is not None and needs.a else None
     grad_row_bias = _new_gradient(row_bias) if row_bias is not None and needs.bias else None
     grad_class_bias = torch.zeros_like(class_bias) if class_bias is not None and needs.bias else None
     grad_weight = _new_sum(weight, dtype, rows.count) if needs.weight else None
     grad_b = _new_sum(factor, dtype, rows.count) if factor is not None and needs.b else None
 
-    chunk = chunk_rows(rows.count, hidden_size, problem.chunk_size)
+    # See [Note: vocabulary shards].
+    span = rows.count if shard is None else hidden.shape[0]
+    chunk = chunk_rows(span, hidden_size, problem.chunk_size)
     block = block_rows(chunk, vocabulary, hidden.device)
     buffer = hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
     advise_huge_pages(buffer)
-    for start in range(0, rows.count, chunk):
-        stop = min(start + chunk, rows.count)
+    for start in range(0, span, chunk):
+        stop = max(start, min(start + chunk, rows.count))  # of a shard, the last chunks may be empty
         is_first = start == 0
         x = rows.take(hidden, start, stop).to(dtype)
         x_scaled = x if input_scale == 1.0 else x * input_scale
@@ -345,7 +368,10 @@ def _compute_in_chunks(
             if row_bias is not None:
                 z.add_(rows.take(row_bias, start + low, start + high), alpha=input_scale)
 
-        row = compute_row_losses_(
+        compute_rows = compute_row_losses_
+        if shard is not None:
+            compute_rows = partial(compute_sharded_row_losses_, shard=shard, reduced_rows=chunk)
+        row = compute_rows(
             logits,
             rows.take(targets, start, stop),
             problem,
@@ -378,6 +404,8 @@ def _compute_in_chunks(
             if grad_b is not None:
                 _add_product_(grad_b, operand.T, (a_rows * scale).to(product_dtype), replace=is_first)
     del weight, buffer
+    if shard is not None:
+        grad_hidden, grad_a = _sum_over_ranks([(grad_hidden, hidden), (grad_a, a)], shard)
 
     # Exactly the numbers that are handed out; on rows without a target all three are 0.
     loss = (token_weights * (token_losses + token_z_losses)).sum().to(dtype)
@@ -389,6 +417,22 @@ def _compute_in_chunks(
         None if b is None or grad_b is None else grad_b.to(_saved_dtype(b)),
     )
     return ChunkedResult(loss, token_losses, token_z_losses, gradients)
+
+
+def _sum_over_ranks(
+    parts: Sequence[tuple[Tensor | None, Tensor | None]], shard: VocabularyShard
+) -> list[Tensor | None]:
+    """Gradients summed over the group in one reduction, in the dtype in which each input's is saved."""
+    made = [gradient.reshape(-1) for gradient, _ in parts if gradient is not None]
+    if not made:
+        return [None for _ in parts]
+    flat = torch.cat(made) if len(made) > 1 else made[0]
+    shard.reduce_sum(flat)
+    pieces = iter(flat.split([gradient.numel() for gradient in made]))
+    return [
+        None if gradient is None or like is None else next(pieces).view_as(gradient).to(_saved_dtype(like))
+        for gradient, like in parts
+    ]
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, replace: bool = False) -> None:
@@ -418,8 +462,8 @@ def _saved_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
 
-def _new_gradient(tensor: Tensor) -> Tensor:
-    gradient = torch.empty(tensor.shape, dtype=_saved_dtype(tensor), device=tensor.device)
+def _new_gradient(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    gradient = torch.empty(tensor.shape, dtype=dtype or _saved_dtype(tensor), device=tensor.device)
     advise_huge_pages(gradient)
     return gradient.zero_()
 

@@ -59,20 +59,26 @@ def linear_cross_entropy(
         z_loss: coefficient of logsumexp^2; 0 is off.
         ignore_index: the target of a row that is left out.
         chunk_size: rows whose logits exist at the same time; None chooses by `chunk_rows`.
-        vocab_group: process group over which `weight` is sharded by vocabulary; not available yet.
+        vocab_group: process group over whose ranks the vocabulary is spread. `weight`, `bias` and b are then
+            this rank's slices, of any size, in the order of the ranks; `hidden`, `targets` (classes of the
+            whole vocabulary), `token_weights` and a must be the same on every rank, and gradients of hidden
+            and a come out complete. A `VocabularyShard` (`isoloss.losses.linear_cross_entropy.
+            vocab_parallel`) instead of a group saves the collective that asks for the sizes.
         backend: "chunked", "reference" (full logits, plain autograd), or "auto", the fastest that applies.
 
     Returns:
         `LinearCrossEntropyOutput`: loss, token_losses, token_z_losses. All are float32 for bfloat16, float16
         and float32 inputs, and float64 if hidden or weight is float64.
 
+    Collectives: none without `vocab_group`. With it a MAX and a SUM per chunk, one SUM for the gradients of
+    hidden and a, and one SUM for the sizes; their number and size depend on shapes and options alone.
+
     Host syncs: none with "chunked"; one on a device with "reference".
 
     Raises:
-        ValueError: a shape, option or backend that does not fit; on CPU also a target outside [0, V) (on
-            a device `gather` asserts there, without making the host wait).
+        ValueError: a shape, option, group or backend that does not fit; on CPU also a target outside [0, V)
+            (a device asserts there, without making the host wait).
         TypeError: a dtype that cannot be used, or a DTensor.
-        NotImplementedError: `vocab_group` is given.
 
     Example:
         >>> import torch
@@ -87,11 +93,17 @@ def linear_cross_entropy(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+    shard = None
     if vocab_group is not None:
-        raise NotImplementedError(
-            "vocab_group: the vocabulary-parallel path does not exist yet; gather the head's weight and "
-            "leave vocab_group out"
-        )
+        if backend == "reference":
+            raise ValueError(
+                "backend 'reference' needs the logits of the whole vocabulary and takes no vocab_group; use "
+                "'auto', or gather the weight"
+            )
+        # Not above: it needs a torch that was built with torch.distributed.
+        from isoloss.losses.linear_cross_entropy.vocab_parallel import find_shard
+
+        shard = find_shard(vocab_group, weight)
     problem = build_problem(
         hidden,
         weight,
@@ -105,6 +117,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         ignore_index=ignore_index,
         chunk_size=chunk_size,
+        shard=shard,
     )
     run = reference_linear_cross_entropy if backend == "reference" else chunked_linear_cross_entropy
     output = run(problem)

@@ -139,7 +139,7 @@ def build_problem(
             )
     if bias is not None and bias.ndim != 1:
         _check_shape("bias", bias, (*rows, vocabulary), "or [V]; one value per row and class")
-        bias = bias.reshape(-1, vocabulary)
+        bias = bias.reshape(targets.numel(), vocabulary)
     elif bias is not None:
         _check_shape("bias", bias, (vocabulary,), "or [N, V]; one value per class")
     if bias_factors is not None:
