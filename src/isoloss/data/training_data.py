@@ -122,7 +122,7 @@ class TrainingData:
         return max(counts)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Rows of this rank that were truncated, split or dropped since the last call, with place and reason."""
+        """Rows that were truncated, split or dropped on this rank since the last call, and why."""
         return [
             {
                 "source": self._mixture.names[event.key[0]],
