@@ -236,7 +236,7 @@ def test_no_unit_waits_longer_than_as_many_windows_as_units_were_before_it() -> 
     draw = random.Random(1)
     bounds: dict[int, int] = {}
     number_of_windows = 0
-    for key in range(2000):
+    for key in range(500):
         # large documents arrive all the time, and small ones would be passed over without the rule
         packer.add([Document(range(1, draw.choice([3, 40, 62, 64]) + 1))], key)
         bounds[key] = number_of_windows + len(packer)
@@ -449,4 +449,4 @@ def test_time_is_linear_in_the_number_of_documents(lookahead: int) -> None:
         return best / number
 
     seconds_per_document(200)  # warm up
-    assert seconds_per_document(4000) <= 1.5 * seconds_per_document(1000)
+    assert seconds_per_document(2400) <= 1.5 * seconds_per_document(600)

@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -119,6 +120,32 @@ def test_the_same_key_twice_is_two_rows() -> None:
     for length in (5, 8, 2):
         one.add([Document(range(1, length + 1))], "same")
     assert [left for _, _, left in one.state_dict()["rows"]] == [[(0, 5)], [(0, 8)], [(0, 2)]]
+
+
+def test_the_state_may_travel_as_json() -> None:
+    stream = Stream([[document] for document in LONG], packer(4))
+    stream.next_window()
+    state = json.loads(json.dumps(stream.packer.state_dict()))
+    resumed = packer(4)
+    resumed.load_state_dict(state, stream.read)  # JSON has made lists of the keys
+    assert len(resumed) == len(stream.packer) > 0
+    assert torch.equal(resumed.pop().batch.input_ids, stream.packer.pop().batch.input_ids)
+    assert resumed.record.counts() == stream.packer.record.counts()
+
+
+@dataclass(frozen=True)
+class RowKey:
+    row: int
+
+
+def test_keys_are_never_looked_into() -> None:
+    one: Packer[RowKey] = Packer(8)
+    one.add([Document([])], RowKey(3))
+    one.add([Document([1])], RowKey(4))
+    other: Packer[RowKey] = Packer(8)
+    other.load_state_dict(one.state_dict(), lambda key: [Document([1])])
+    assert [event.key for event in other.record.take_events()] == [RowKey(3)]
+    assert other.pop().placed[0].key == RowKey(4)
 
 
 def test_loading_replaces_what_the_buffer_held() -> None:

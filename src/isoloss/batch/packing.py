@@ -263,7 +263,7 @@ class Packer(Generic[K]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the buffer holds, as plain values and keys, without tokens.
+        """What the buffer holds, as keys and plain values (JSON where the keys are), without tokens.
 
         Returns:
             "settings"; "rows", what the buffer holds of each row, oldest first, as (key, pieces it was cut

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Action = Literal["truncated", "split", "dropped"]
@@ -110,7 +110,11 @@ class PackingRecord:
         return {
             **self.counts(),
             "events_lost": self.events_lost,
-            "events": [astuple(event) for event in self._events],
+            # not `astuple`, which would take a key that is a dataclass apart
+            "events": [
+                (event.key, event.action, event.reason, event.num_tokens, event.kept_tokens, event.pieces)
+                for event in self._events
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
