@@ -4,6 +4,7 @@ The same windows on one rank, on shards of every shape, under FSDP2 and replicat
 gradients, channels and counters. Rows 8, 16 and 18.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from exactness.driving import (
     CHANNELS,
@@ -34,7 +36,7 @@ from exactness.driving import (
 from exactness.test_prefixes import ANSWERS, plain_documents, shared_window
 from isoloss import Ledger, LossModel, PackedBatch, Term, Topology, sum_gradients
 from laws.gain import Gain, Lookup, cost_window, lookup_window, whole
-from oracle.models import build_model, build_special_model, with_float64_norms
+from oracle.models import build_model, build_special_model, decoder_layers, with_float64_norms
 from oracle.single_process import Answer, PlainDocument, aligned_tokens, answer, worst_difference
 from ranks import run_on_ranks
 
@@ -377,6 +379,44 @@ def test_activation_checkpointing_in_both_modes() -> None:
     expected = oracle("qwen3-tied", "token")
     for failures in run_on_ranks(4, run_checkpointed, expected):
         assert not failures, failures
+
+
+# -- bfloat16
+
+
+def run_bfloat16() -> list[tuple[str, float, float]]:
+    """(how, loss, worst relative difference of a gradient) against float32 masters computed in bfloat16."""
+    found = []
+    documents = draw_long_documents()
+    expected = oracle("qwen3-tied", "token")
+    for sizes, how in itertools.product(({"sp_size": 2}, {"cp_size": 2}), ("fsdp", "autocast")):
+        topology = Topology(dp_shard_size=1, **sizes)
+        wrapped = wrap_bfloat16(build_model(dtype=torch.float32), how, topology)
+        with torch.autocast("cpu", torch.bfloat16) if how == "autocast" else contextlib.nullcontext():
+            metrics = run_step(wrapped, own_windows(documents, topology, 1, **SLOTS))
+        gradients = {name: values.double() for name, values in full_gradients(wrapped.inner).items()}
+        found.append((how, metrics["train/loss"], worst_difference(gradients, expected.gradients)[0]))
+    return found
+
+
+def wrap_bfloat16(inner: nn.Module, how: str, topology: Topology) -> Wrapped:
+    outer: nn.Module = LossModel(inner)
+    if how == "fsdp":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        assert topology.fsdp_mesh is not None
+        for layer in decoder_layers(inner):
+            fully_shard(layer, mesh=topology.fsdp_mesh, mp_policy=policy)
+        fully_shard(outer, mesh=topology.fsdp_mesh, mp_policy=policy)
+    return Wrapped(inner, outer, topology, sum_gradients(outer, topology))
+
+
+def test_bfloat16_under_fsdp2_and_autocast() -> None:
+    """The exchange takes what either hands to attention; as near to float64 as bfloat16 is."""
+    expected = oracle("qwen3-tied", "token")
+    for outcome in run_on_ranks(2, run_bfloat16):
+        for how, loss, difference in outcome:
+            assert abs(loss - expected.loss) < 0.02, how
+            assert difference < 0.1, how
 
 
 # -- counters

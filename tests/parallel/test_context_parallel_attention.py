@@ -298,6 +298,13 @@ def test_a_whole_mask_would_be_seen() -> None:
     assert kept >= 8 * SLOTS * SLOTS
 
 
+def test_one_chunk_of_all_rows_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the same measure on our own attention without chunks, in forward and in backward."""
+    monkeypatch.setattr(document_attention, "CHUNK_ROWS", SLOTS)
+    largest, where, _ = square_free(Layout([SLOTS], alignment=8), {"softcap": 5.0}, 1, 8)
+    assert largest >= SLOTS * SLOTS, where
+
+
 def eager_with_mask(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     hidden = torch.ones(SLOTS, SLOTS, dtype=torch.bool).triu(1)
     return torch.softmax((query @ key.transpose(2, 3)).masked_fill(hidden, float("-inf")), -1) @ value
