@@ -50,7 +50,9 @@ RANK_QUESTIONS = ("get_rank", "get_world_size", "get_group_rank", "get_global_ra
 # of modules with other parts, functions.
 MICRO_BATCH_MODULES = (
     "isoloss.losses.linear_cross_entropy",
+    "isoloss.losses.router",
     "isoloss.parallel.attention",
+    "isoloss.parallel.routers",
     "isoloss.reduction.step",
     "isoloss.sharding",
 )

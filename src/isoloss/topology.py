@@ -7,6 +7,10 @@ The only module that asks for a rank or a world size. Axes, outermost first:
     cp            context: ranks share windows, each holds pieces of every document
     sp            sequence (Ulysses): ranks share windows, each holds a contiguous part
     tp            tensor: ranks share tokens, each holds a part of every matrix
+
+Experts have a mesh of their own over the same ranks. ep lies inside the data ranks: neighbours on it are
+neighbours there, and hold different experts. All other ranks that see the same experts (the rest of the data
+ranks, cp and sp) form the axis expert_data.
 """
 
 from collections.abc import Iterator
@@ -15,9 +19,11 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+EXPERT_AXES = ("expert_tp", "expert_data", "ep")
 
 
 @final
@@ -83,10 +89,21 @@ class Topology:
             "window_group": None,
             "cp_group": None,
             "sp_group": None,
+            "tp_group": None,
+            "tp_mesh": None,
             "fsdp_mesh": None,
+            "ep_rank": 0,
+            "ep_mesh": None,
+            "expert_data_mesh": None,
         }
         if mesh is not None:
             fields |= _derived_groups(mesh, sizes)
+            if ep_size > 1:
+                experts = expert_ranks(mesh.mesh, ep_size)
+                expert_mesh = DeviceMesh(where.type, experts, mesh_dim_names=EXPERT_AXES)
+                fields["expert_data_mesh"] = expert_mesh["expert_data"]
+                fields["ep_mesh"] = expert_mesh["ep"]
+                fields["ep_rank"] = expert_mesh["ep"].get_local_rank()
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -114,8 +131,18 @@ class Topology:
     """The context ranks; None where cp_size is 1."""
     sp_group: dist.ProcessGroup | None
     """The sequence ranks; None where sp_size is 1."""
+    tp_group: dist.ProcessGroup | None
+    """The tensor ranks, which hold the same tokens; None where tp_size is 1."""
+    tp_mesh: DeviceMesh | None
+    """Mesh of the tensor ranks; parameters that are sharded over them lie on it."""
     fsdp_mesh: DeviceMesh | None
     """What `fully_shard` takes: dp_shard x cp x sp in one axis, with dp_replicate before it if above 1."""
+    ep_rank: int
+    """Which run of experts this rank holds."""
+    ep_mesh: DeviceMesh | None
+    """The ranks that hold different experts of the same layers; None where ep_size is 1."""
+    expert_data_mesh: DeviceMesh | None
+    """The ranks that hold the same experts; None where ep_size is 1."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Topology is frozen; make a new one instead of setting {name}")
@@ -214,6 +241,21 @@ def resolve_sizes(
     return dp_replicate_size, dp_shard_size, cp_size, sp_size, tp_size
 
 
+def expert_ranks(ranks: Tensor, ep_size: int) -> Tensor:
+    """The ranks of a mesh with the axes of `AXES`, in the order of `EXPERT_AXES`.
+
+    Args:
+        ranks: int[dp_replicate, dp_shard, cp, sp, tp].
+        ep_size: a factor of the data ranks.
+
+    Returns:
+        int[tp, expert_data, ep]: every rank once. Along ep lie neighbours in the data ranks, with the same
+        place on cp, sp and tp; along expert_data everything else.
+    """
+    data = ranks.flatten(0, 1).unflatten(0, (-1, ep_size))  # [data / ep, ep, cp, sp, tp]
+    return data.permute(4, 0, 2, 3, 1).flatten(1, 3)
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0 of the run: who acts where one of many copies is to act."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -235,6 +277,8 @@ def _derived_groups(mesh: DeviceMesh, sizes: tuple[int, ...]) -> dict[str, Any]:
     }
     if tp_size > 1:
         groups["loss_group"] = mesh["dp_replicate", "dp_shard", "cp", "sp"]._flatten("loss").get_group()
+        groups["tp_mesh"] = mesh["tp"]
+        groups["tp_group"] = mesh["tp"].get_group()
     if cp_size * sp_size > 1:
         groups["window_group"] = mesh["cp", "sp"]._flatten("window").get_group()
     if cp_size > 1:

@@ -18,6 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from isoloss.topology import Topology, is_first_rank
 
 
+@final
+class PartialOverTensorRanks(nn.Module):
+    """Child of a module whose own parameters are replicated, but used on this tensor rank's part alone.
+
+    Such as the norm of the heads that a rank holds: its gradient there is a part, and the step sums the parts
+    over the tensor ranks. A child without parameters changes neither forward nor state dict, and stays in
+    place when DDP or FSDP2 wrap the module.
+    """
+
+
 def sum_gradients(module: nn.Module, topology: Topology | None = None) -> "GradientSum":
     """Make the wrappers in `module` sum gradients, and return what a step needs to do so once.
 
@@ -31,6 +41,7 @@ def sum_gradients(module: nn.Module, topology: Topology | None = None) -> "Gradi
 
     Raises:
         RuntimeError: DDP has a communication hook already (from torch).
+        ValueError: the module is spread over tensor ranks, and `topology` has none.
     """
     return GradientSum(module, topology)
 
@@ -59,11 +70,40 @@ class GradientSum:
             for name, parameter in ddp.module.named_parameters()
             if name not in ddp.parameters_to_ignore
         }
+        tp_mesh = None if topology is None else topology.tp_mesh
         self._unwrapped = [
             parameter
             for parameter in module.parameters()
-            if not isinstance(parameter, DTensor) and id(parameter) not in handled
+            if id(parameter) not in handled
+            # what FSDP2 reduces lies on a mesh with an axis of its own
+            and (not isinstance(parameter, DTensor) or parameter.device_mesh == tp_mesh)
         ]
+        self._tensor_group = None if topology is None else topology.tp_group
+        self._partial = [
+            parameter
+            for part in modules
+            if any(isinstance(child, PartialOverTensorRanks) for child in part.children())
+            for parameter in part.parameters(recurse=False)
+        ]
+        if self._partial and self._tensor_group is None:
+            raise ValueError(
+                "the module is spread over tensor ranks, but sum_gradients got "
+                f"{'no topology' if topology is None else repr(topology)}; pass the topology that its tensor "
+                "plan was applied with"
+            )
+        self._experts: list[nn.Parameter] = []
+        """Experts spread over ep that FSDP2 does not own."""
+        self._expert_group: dist.ProcessGroup | None = None
+        if topology is not None and topology.expert_data_mesh is not None:
+            owned = {id(parameter) for part in self._sharded for parameter in part.parameters()}
+            self._expert_group = topology.expert_data_mesh.get_group()
+            self._experts = [
+                parameter
+                for parameter in module.parameters()
+                if isinstance(parameter, DTensor)
+                and parameter.device_mesh == topology.ep_mesh
+                and id(parameter) not in owned
+            ]
         self._synchronises = False
         self._has_finished = False
         self._backwards: set[int] = set()
@@ -103,7 +143,9 @@ class GradientSum:
         """Sum what no wrapper has reduced: one SUM all-reduce per dtype. `end` follows.
 
         Collectives: one SUM per dtype of the parameters that no wrapper owns, over the ranks with different
-        tokens. Gradients below 32 bits are summed in float32.
+        tokens, one of such experts over the ranks that hold the same ones, and over the tensor ranks one per
+        dtype of the replicated parameters of which each uses a part. Gradients below 32 bits are summed in
+        float32.
 
         Raises:
             RuntimeError: wrappers wait for a backward pass that did not run.
@@ -118,6 +160,12 @@ class GradientSum:
             # asked now, not at the start: what was frozen then may be trained now
             trained = [parameter for parameter in self._unwrapped if parameter.requires_grad]
             reduce_gradients(trained, self._group)
+        if self._expert_group is not None:
+            experts = [parameter for parameter in self._experts if parameter.requires_grad]
+            reduce_gradients(experts, self._expert_group)
+        if self._tensor_group is not None:
+            partial = [parameter for parameter in self._partial if parameter.requires_grad]
+            reduce_gradients(partial, self._tensor_group)
         self._has_finished = True
 
     def end(self) -> None:
@@ -176,7 +224,11 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGrou
         for parameter in members:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+        gradients = [
+            parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            for parameter in members
+            if parameter.grad is not None
+        ]
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         flat = torch.cat([gradient.reshape(-1).to(wide) for gradient in gradients])
         dist.all_reduce(flat, group=group)
