@@ -339,14 +339,12 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
         refused["train", "peak_flops"] = "train.peak_flops: MFU is not built yet; remove it"
     if parallel:
         later = {
-            "cp_size": parallel.cp_size,
-            "sp_size": parallel.sp_size,
             "tp_size": parallel.tp_size,
             "ep_size": parallel.ep_size,
         }
         for axis, size in later.items():
             if size > 1:
-                message = f"parallel.{axis} is {size}; only 1 is built yet, use dp_shard_size for more ranks"
+                message = f"parallel.{axis} is {size}; only 1 is built yet, use dp_shard_size, sp_size or cp_size"
                 refused["parallel", axis] = message
     if refused:
         raise RecipeError([Problem((path,), message) for path, message in refused.items()])
