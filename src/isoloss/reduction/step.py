@@ -13,11 +13,13 @@ from typing import Any, Self, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from isoloss.batch.document import IGNORE_INDEX
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.weighting import TOKEN_REDUCTIONS, reduction_factors, weigh_documents
 from isoloss.losses.linear_cross_entropy import linear_cross_entropy
+from isoloss.losses.linear_cross_entropy.vocab_parallel import shard_of
 from isoloss.losses.router import expert_frequencies
 from isoloss.reduction.book import Book
 from isoloss.reduction.gradients import GradientSum
@@ -222,7 +224,8 @@ class Step:
 
         Args:
             hidden: hidden states of the batch's slots, [..., H], in slot order.
-            weight: weight of the language-model head, [V, H].
+            weight: weight of the language-model head, [V, H]. Sharded by rows over the tensor ranks, each
+                rank computes with its own rows, and no logits of the whole vocabulary exist anywhere.
             batch: the micro-batch, as the step yields it.
             term: name of the term; None where only one is declared.
             **kernel_options: passed to `linear_cross_entropy` (bias, softcap, label_smoothing, z_loss, ...).
@@ -233,12 +236,16 @@ class Step:
 
         Raises:
             ValueError: the rows of `hidden` are not the slots of `batch`, the term is not declared or has
-                one loss per document, or the weight is a DTensor.
+                one loss per document, or the weight is sharded in another way than by rows.
+            TypeError: the weight is a DTensor over other ranks than the tensor ranks.
         """
         index = self._term_index(term, TOKEN_REDUCTIONS)
         rows = hidden.reshape(-1, hidden.shape[-1])
         targets = self._targets(batch, index, rows.shape[0], "hidden", rows.device)
         weights = self._token_weights(batch, index, rows.device)
+        if isinstance(weight, DTensor) and weight.device_mesh == self._topology.tp_mesh:
+            kernel_options = _on_this_rank(kernel_options) | {"vocab_group": shard_of(weight)}
+            weight = weight.to_local()
         output = linear_cross_entropy(
             rows,
             weight,
@@ -660,6 +667,13 @@ class _SumOverShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+def _on_this_rank(options: dict[str, Any]) -> dict[str, Any]:
+    """Kernel options with this rank's part of what is sharded like the head's weight, such as its bias."""
+    return {
+        name: value.to_local() if isinstance(value, DTensor) else value for name, value in options.items()
+    }
 
 
 def _compute_dtype(values: Tensor) -> torch.dtype:
