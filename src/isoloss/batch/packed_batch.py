@@ -58,9 +58,10 @@ class PackedBatch:
         """Over how many ranks the window is split; 1 for the whole window."""
         self.topology: Topology | None = None
         """Of the ranks over which the window is split; None for the whole window."""
-        self._check()
+        document_ids = layout.document_ids()
+        self._check(document_ids)
         self.position_ids = layout.position_ids().to(input_ids.device)
-        self.document_ids = layout.document_ids().to(input_ids.device)
+        self.document_ids = document_ids.to(input_ids.device)
         self.counted_document_ids = layout.counted_document_ids().to(input_ids.device)
         self.sources = layout.token_sources().to(input_ids.device)
         host_targets = {term: values.to("cpu") for term, values in self.targets.items()}
@@ -74,12 +75,10 @@ class PackedBatch:
         scored = torch.zeros(layout.physical_tokens, dtype=torch.bool)
         for values in host_targets.values():
             scored |= values != IGNORE_INDEX
-        self.loss_tokens = torch.bincount(
-            layout.document_ids()[scored], minlength=len(layout.document_lengths)
-        )
+        self.loss_tokens = torch.bincount(document_ids[scored], minlength=len(layout.document_lengths))
         """Slots of each document that are a target of any term, int64[documents], on the host."""
 
-    def _check(self) -> None:
+    def _check(self, documents: Tensor) -> None:
         slots = self.layout.physical_tokens
         per_slot = {
             "input_ids": self.input_ids,
@@ -104,18 +103,18 @@ class PackedBatch:
                     f"document_extras[{name!r}] has {len(values)} entries for {self.layout.num_documents} "
                     "documents; give one per document (a prefix is none)"
                 )
-        documents = self.layout.document_ids()
-        is_prefix = torch.tensor([*self.layout.is_prefix, False])[documents]
+        belongs = documents >= 0
+        has_prefix = any(self.layout.is_prefix)
         for term, values in self.targets.items():
             if values.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"targets[{term!r}] must be int64, got {values.dtype}")
             is_target = (values != IGNORE_INDEX).to("cpu")
-            if bool((is_target & (documents < 0)).any()):
+            if bool((is_target & ~belongs).any()):
                 raise ValueError(
                     f"targets[{term!r}] has a target in an alignment or padding slot; those slots belong to "
                     f"no document and must hold {IGNORE_INDEX}"
                 )
-            if bool((is_target & is_prefix).any()):
+            if has_prefix and bool((is_target & (self.layout.counted_document_ids() < 0)).any()):
                 raise ValueError(
                     f"targets[{term!r}] has a target in a document that is the parent of another; a prefix "
                     "holds the prompt without its last token and predicts nothing"
