@@ -94,8 +94,9 @@ Content = Conversation | Text | Completion | Tokens
 
 
 def read_row(row: Mapping[str, Any]) -> Content:
-    """The content of a row; of several shapes in one row, the first of `SHAPE_FIELDS` that it has, tokens
-    before text.
+    """The content of a row.
+
+    Of several shapes the first counts of messages, conversations, input_ids, prompt with completion, text.
 
     Raises:
         RowError: it holds none of the known shapes, or a field at fault.
@@ -147,8 +148,8 @@ def _check_targets(content: Conversation, loss_on: LossOn) -> None:
             "out, or set data.loss_on: all"
         )
     raise RowError(
-        "every message that would be trained has loss: false or weight: 0, so the row has no target; leave it "
-        "out"
+        "every message that would be trained has loss: false or weight: 0, so the row has no target; leave "
+        "it out"
     )
 
 
@@ -312,8 +313,8 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
     mask = given.get("attention_mask")
     if mask is not None and 0 in mask:
         raise RowError(
-            "attention_mask holds 0, so input_ids is padded; give the tokens of the document alone, windows are "
-            "packed here"
+            "attention_mask holds 0, so input_ids is padded; give the tokens of the document alone, windows "
+            "are packed here"
         )
     if "labels" not in given:
         return Tokens(ids, None)

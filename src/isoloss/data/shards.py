@@ -24,6 +24,10 @@ Row = dict[str, Any]
 MAX_FAULTS = 10
 """Faults shown at once."""
 
+_SMALL_FILE_BYTES = 2**24
+"""Files up to this size are held in memory. Larger ones are mapped from a copy in the cache of `datasets`,
+which the first of several ranks makes while the others wait at its lock."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -113,7 +117,11 @@ def _without_nulls(value: Any) -> Any:
 def _open_lines(path: str) -> Shard:
     try:
         with _reading(path):
-            lines = datasets.Dataset.from_text(path)
+            if Path(path).stat().st_size <= _SMALL_FILE_BYTES:
+                text = Path(path).read_text(encoding="utf-8")
+                lines = datasets.Dataset.from_dict({"text": text.split("\n")})
+            else:
+                lines = datasets.Dataset.from_text(path)
     except UnicodeDecodeError:
         raise DataError("\n".join(_undecodable_lines(path))) from None
     filled = np.fromiter((number for number, line in enumerate(_texts(lines)) if line.strip()), np.int64)
@@ -159,8 +167,8 @@ def _undecodable_lines(path: str) -> Iterator[str]:
             except UnicodeDecodeError as fault:
                 found += 1
                 yield (
-                    f"{path}:{number}: byte {fault.start + 1} of the line is not UTF-8 ({fault.reason}); save "
-                    "the file as UTF-8"
+                    f"{path}:{number}: byte {fault.start + 1} of the line is not UTF-8 ({fault.reason}); "
+                    "save the file as UTF-8"
                 )
             if found == MAX_FAULTS:
                 return
@@ -229,6 +237,8 @@ def _reading(path: str) -> Iterator[None]:
         if isinstance(error.__cause__, UnicodeDecodeError):
             raise error.__cause__ from None
         raise DataError(f"{path}: it cannot be read: {error.__cause__ or error}") from error
+    except UnicodeDecodeError:
+        raise
     except ValueError as error:  # what pyarrow says about a broken file
         raise DataError(f"{path}: it cannot be read: {error}; write the file anew") from error
     finally:

@@ -1,22 +1,33 @@
 """Windows for every step of a run, for any number of data ranks."""
 
+import hashlib
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-import datasets
 from transformers import PreTrainedTokenizerBase
 
 from isoloss.batch.document import Document
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing import LongDocuments, Packer
-from isoloss.data.chat import Tokeniser
 from isoloss.data.errors import DataError, RowError
-from isoloss.data.lanes import Key, Lane, MixtureSpec, Permutations, empty_parts
-from isoloss.data.rows import LossOn
+from isoloss.data.lanes import Key, Lane, MixtureSpec, Permutations
+from isoloss.data.rows import LossOn, row_channel
+from isoloss.data.shards import MAX_FAULTS
 from isoloss.data.sources import Source, SourceSpec
+from isoloss.data.tokenising import Tokeniser
 
 TERM = "text"
+
+MAX_CHANNELS = 1000
+"""More are taken for a field that is no channel, such as the address of each document."""
+
+_TRIED_ROWS = 100
+"""Rows of each source that are tokenised before the run starts, to meet errors of a template early."""
+
+_CACHED_TOKENS = 2**23
+"""Tokens of documents kept for the next pass, 32 to 96 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +56,7 @@ class TrainingData:
         tokenizer: of the model.
         data_rank: this rank's place among those that read different windows.
         data_size: how many such ranks there are.
-        vocabulary_size: of the model; None: token ids of rows are not checked.
+        vocabulary_size: of the model; None: that of the tokenizer.
 
     Raises:
         DataError: rows at fault (with file and line), an empty source, or sources too small for the mixture.
@@ -60,18 +71,37 @@ class TrainingData:
         data_size: int,
         vocabulary_size: int | None = None,
     ) -> None:
-        datasets.disable_progress_bars()
         self._settings = settings
         self._data_rank = data_rank
         self._data_size = data_size
-        self._tokeniser = Tokeniser(tokenizer, settings.loss_on, vocabulary_size)
+        self._tokenizer = tokenizer
         self._pad_token_id = tokenizer.pad_token_id or 0
-        self._sources = [Source(spec) for spec in settings.sources]
-        for source in self._sources:
-            source.check(loss_on=settings.loss_on)
-        self.channels = tuple(dict.fromkeys(name for source in self._sources for name in source.channels()))
+        weights = _weights(settings.sources)
+        self._sources = _open_sources(settings.sources)
+        surveys = [
+            source.survey(loss_on=settings.loss_on, vocabulary_size=vocabulary_size or len(tokenizer))
+            for source in self._sources
+        ]
+        _raise_faults(
+            [fault for survey in surveys for fault in survey.faults], sum(s.num_faults for s in surveys)
+        )
+        self.channels = tuple(dict.fromkeys(name for survey in surveys for name in survey.channels))
         """Names of the channels, in the same order on every rank."""
+        if len(self.channels) > MAX_CHANNELS:
+            raise DataError(
+                f"data.sources: the rows name {len(self.channels)} channels, such as "
+                f"{', '.join(self.channels[:3])}; at most {MAX_CHANNELS} can be told apart. Where `source` "
+                "is something else, give the rows a `channel`, or leave `source` out"
+            )
         self._channel_index = {name: index for index, name in enumerate(self.channels)}
+        self._tokeniser = Tokeniser(
+            tokenizer,
+            settings.loss_on,
+            reads_conversations=any(survey.has_conversations for survey in surveys),
+        )
+        self._documents: OrderedDict[Key, Document] = OrderedDict()
+        self._cached_tokens = 0
+        self._try_rows()
         splits = [
             source.split(seed=settings.seed, eval_fraction=settings.eval_fraction) for source in self._sources
         ]
@@ -80,13 +110,13 @@ class TrainingData:
         self._mixture = MixtureSpec(
             names=tuple(spec.name for spec in settings.sources),
             row_counts=tuple(len(rows) for rows in self._train_rows),
-            weights=_weights(settings.sources),
+            weights=weights,
             weight_by=settings.weight_by,
             num_lanes=settings.windows_per_step,
             seed=settings.seed,
             num_passes=settings.num_passes,
         )
-        small = empty_parts(self._mixture)
+        small = self._mixture.short_sources()
         if small and settings.small_sources == "error":
             raise DataError(
                 f"data.sources: {'; '.join(small)} documents to train on, fewer than the "
@@ -154,9 +184,10 @@ class TrainingData:
             "data.weight_by": settings.weight_by,
             "data.eval_fraction": settings.eval_fraction,
             "data.sources": [
-                {"name": spec.name, "weight": spec.weight, "rows": len(source)}
-                for spec, source in zip(settings.sources, self._sources, strict=True)
+                {"name": source.spec.name, "weight": source.spec.weight, "rows": len(source)}
+                for source in self._sources
             ],
+            "data.tokenizer": _fingerprint(self._tokenizer),
             "channels": list(self.channels),
         }
 
@@ -178,9 +209,18 @@ class TrainingData:
                 + "; ".join(changed)
                 + ". Set the saved values, or start a new run in another train.output_dir"
             )
+        expected = set(range(self._settings.windows_per_step))
+        if set(lanes) != expected:
+            raise DataError(
+                f"the checkpoint holds lanes {sorted(lanes)}, a step has {sorted(expected)}; it was not "
+                "written whole, resume from an earlier one"
+            )
         self._lanes = self._make_lanes()
         for number, lane in self._lanes.items():
-            lane.load_state_dict(lanes[number])
+            try:
+                lane.load_state_dict(lanes[number])
+            except ValueError as error:
+                raise DataError(f"lane {number} of the checkpoint cannot go on: {error}") from error
 
     def _make_lanes(self) -> dict[int, Lane]:
         permutations = Permutations(self._mixture)
@@ -205,13 +245,35 @@ class TrainingData:
             term=TERM,
         )
 
-    def _read(self, key: Key) -> Document:
+    def _read(self, key: Key) -> Sequence[Document]:
+        """The documents of a row, from the cache or the file."""
+        document = self._documents.pop(key, None)
+        if document is None:
+            document = self._tokenise(key)
+            self._cached_tokens += len(document)
+        self._documents[key] = document
+        while self._cached_tokens > _CACHED_TOKENS and len(self._documents) > 1:
+            self._cached_tokens -= len(self._documents.popitem(last=False)[1])
+        return [document]
+
+    def _tokenise(self, key: Key) -> Document:
         source = self._sources[key[0]]
-        row = source.read(key[1])
         try:
-            return self._tokeniser.document(row, self._channel_index[source.channel(row)])
+            row = source.read(key[1])
+            return self._tokeniser.document(row, self._channel_index[row_channel(row, source.spec.name)])
         except RowError as error:
-            raise DataError(f"{source.place(key[1])}: {error}") from error
+            raise DataError(error.at(source.place(key[1]))) from error
+
+    def _try_rows(self) -> None:
+        """Tokenise the first rows of each source on every rank, so that all stop alike at a fault."""
+        faults = []
+        for number, source in enumerate(self._sources):
+            for row in range(min(_TRIED_ROWS, len(source))):
+                try:
+                    self._read((number, row))
+                except DataError as error:
+                    faults.append(str(error))
+        _raise_faults(faults[:MAX_FAULTS], len(faults))
 
     def _empty(self) -> PackedBatch:
         return PackedBatch.empty(self._settings.window, [TERM], self._pad_token_id)
@@ -223,13 +285,49 @@ class TrainingData:
         packer = self._packer()
         for index, rows in enumerate(self._eval_rows):
             for row in rows:
-                packer.add([self._read((index, int(row)))], (index, int(row)))
+                packer.add(self._read((index, int(row))), (index, int(row)))
         windows = []
         while not packer.empty:
             windows.append(packer.pop().batch)
         mine = windows[self._data_rank :: self._data_size]
         missing = -(-len(windows) // self._data_size) - len(mine)
         return mine + [self._empty()] * missing
+
+
+def _open_sources(specs: Sequence[SourceSpec]) -> list[Source]:
+    names = Counter(spec.name for spec in specs)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise DataError(
+            f"data.sources: the name {twice[0]!r} stands {names[twice[0]]} times; give each source a name of "
+            "its own. Rows of two sources share a channel when they name it in `channel`"
+        )
+    sources, faults = [], []
+    for spec in specs:
+        try:
+            sources.append(Source(spec))
+        except DataError as error:
+            faults.append(str(error))
+    _raise_faults(faults, len(faults))
+    return sources
+
+
+def _raise_faults(faults: Sequence[str], count: int) -> None:
+    """Raise the first faults of `count`, if there is any."""
+    if not faults:
+        return
+    shown = list(faults[:MAX_FAULTS])
+    if count > len(shown):
+        shown.append(f"... and {count - len(shown)} more rows at fault")
+    raise DataError("\n".join(shown))
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Changes when the tokens of a text may change."""
+    parts = [repr(sorted(tokenizer.get_vocab().items())), repr(tokenizer.chat_template)]
+    if tokenizer.is_fast:
+        parts.append(tokenizer.backend_tokenizer.to_str())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _weights(sources: Sequence[SourceSpec]) -> tuple[float, ...] | None:
