@@ -55,9 +55,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> Path:
 
 def numbered(path: Path, count: int, first: int = 0, length: int = 3) -> Path:
     """Rows of `input_ids` that carry their number, so that every document can be told from its tokens."""
-    rows = [
-        {"input_ids": [(first + n) % 251, (first + n) // 251] * (length + n % 5)} for n in range(count)
-    ]
+    rows = [{"input_ids": [(first + n) % 251, (first + n) // 251] * (length + n % 5)} for n in range(count)]
     return write_rows(path, rows)
 
 
