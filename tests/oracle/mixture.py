@@ -13,7 +13,8 @@ from oracle.single_process import PlainDocument
 
 EXPERTS = 8
 PER_TOKEN = 2
-MOE_KINDS = ("qwen3-moe", "mixtral")
+MOE_KINDS = ("qwen3-moe", "mixtral", "qwen3-moe-idle")
+"""-idle: one expert per token, and the upper half of the experts is never chosen."""
 
 
 def build_moe(kind: str = "qwen3-moe", *, seed: int = 0, **changes: Any) -> nn.Module:
@@ -36,8 +37,10 @@ def build_moe(kind: str = "qwen3-moe", *, seed: int = 0, **changes: Any) -> nn.M
     }
     torch.manual_seed(seed)
     model: nn.Module
-    if kind == "qwen3-moe":
+    if kind.startswith("qwen3-moe"):
         own = {"num_experts": EXPERTS, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}
+        if kind.endswith("idle"):
+            own |= {"num_experts_per_tok": 1, "norm_topk_prob": False}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | own | changes)))
     else:
         assert kind == "mixtral", kind
@@ -48,6 +51,9 @@ def build_moe(kind: str = "qwen3-moe", *, seed: int = 0, **changes: Any) -> nn.M
             centre = 1.0 if "norm" in name else 0.0
             size = 0.5 if "gate.weight" in name else 0.1
             parameter.copy_(centre + size * torch.randn_like(parameter))
+            if kind.endswith("idle") and "gate.weight" in name:
+                # the mean of four logits is below the largest of them
+                parameter[EXPERTS // 2 :] = parameter[: EXPERTS // 2].mean(0)
     return model.to(torch.float64).train()
 
 
@@ -65,25 +71,25 @@ class MixtureAnswer:
 
 def routed(model: nn.Module, document: PlainDocument) -> tuple[Tensor, list[Tensor]]:
     """Logits of a document's tokens, and of each layer's router."""
-    output = model(
-        input_ids=torch.tensor([document.tokens]), use_cache=False, output_router_logits=True
-    )
+    output = model(input_ids=torch.tensor([document.tokens]), use_cache=False, output_router_logits=True)
     return output.logits[0], list(output.router_logits)
 
 
-def counted(logits: Tensor) -> Tensor:
+def counted(logits: Tensor, per_token: int) -> Tensor:
     """Tokens of each expert, by the router's own choice: the largest float32 probabilities."""
-    chosen = logits.float().softmax(-1).topk(PER_TOKEN, -1).indices
+    chosen = logits.float().softmax(-1).topk(per_token, -1).indices
     return torch.tensor([float((chosen == expert).sum()) for expert in range(EXPERTS)], dtype=torch.float64)
 
 
 def expert_counts(model: nn.Module, documents: Sequence[PlainDocument]) -> Tensor:
     """Tokens of each expert over `documents`, float64[layers, experts]."""
+    counts = torch.zeros(2, EXPERTS, dtype=torch.float64)
+    per_token = model.config.num_experts_per_tok
     with torch.no_grad():
-        return sum(
-            (torch.stack([counted(layer) for layer in routed(model, one)[1]]) for one in documents),
-            start=torch.zeros(2, EXPERTS, dtype=torch.float64),
-        )
+        for one in documents:
+            for layer, logits in enumerate(routed(model, one)[1]):
+                counts[layer] += counted(logits, per_token)
+    return counts
 
 
 def moe_answer(
