@@ -249,6 +249,18 @@ def plain(shapes: list[tuple[int, int]], seed: int) -> list[PlainDocument]:
     return documents
 
 
+def without_rounding(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros for a gradient that is nothing but rounding.
+
+    Where only first tokens predict, each query sees one key: gradients of queries and keys are exactly zero,
+    of which 1e-16 is left on both sides.
+    """
+    return {
+        name: values if values.abs().max() > 1e-14 else torch.zeros_like(values)
+        for name, values in gradients.items()
+    }
+
+
 def run_drawn(drawn: list[list[list[PlainDocument]]], answers: list[Answer]) -> list[str]:
     failures = []
     for sizes in ({"sp_size": 4}, {"cp_size": 4}, {"sp_size": 2, "cp_size": 2}):
@@ -261,7 +273,7 @@ def run_drawn(drawn: list[list[list[PlainDocument]]], answers: list[Answer]) -> 
             metrics = run_step(wrapped, batches, reduction="sample")
             differences = compare(
                 metrics,
-                full_gradients(wrapped.inner),
+                without_rounding(full_gradients(wrapped.inner)),
                 expected,
                 aligned=aligned_tokens(list(itertools.chain(*documents)), 8),
                 physical=2 * 176,
@@ -284,6 +296,8 @@ def check_drawn(examples: int) -> None:
         answer(build_model(), list(itertools.chain(*documents)), reduction="sample", num_channels=3)
         for documents in drawn
     ]
+    for one in answers:
+        one.gradients = without_rounding(one.gradients)
     for failures in run_on_ranks(4, run_drawn, drawn, answers, timeout_s=280):
         assert not failures, "\n".join(failures[:10])
 
