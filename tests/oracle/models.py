@@ -22,11 +22,13 @@ VOCABULARY = 64
 MODEL_KINDS = ("qwen3-tied", "qwen3-untied", "llama", "qwen2-bias")
 
 
-def build_model(kind: str = "qwen3-tied", *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def build_model(
+    kind: str = "qwen3-tied", *, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any
+) -> nn.Module:
     """A two-layer model of one of `MODEL_KINDS` with random weights, ready to train.
 
     Norm scales and biases are drawn too: at their start values of ones and zeros a lost gradient of a
-    neighbour can hide.
+    neighbour can hide. `options` are of the model's config.
     """
     sizes = {
         "vocab_size": VOCABULARY,
@@ -39,6 +41,7 @@ def build_model(kind: str = "qwen3-tied", *, dtype: torch.dtype = torch.float64,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **options,
     }
     torch.manual_seed(seed)
     model: nn.Module
