@@ -91,18 +91,22 @@ class Configuration:
 
 
 def configurations(ranks: int) -> Iterator[Configuration]:
-    """Qwen3 with a tied head goes through everything, the other models through a part."""
+    """Qwen3 with a tied head goes through everything, the other models through a part.
+
+    Scenarios and alignments take turns, so that each wrapper meets all of them.
+    """
     wrappers = [name for name, (_, worlds) in WRAPPERS.items() if ranks in worlds]
-    for wrapper in wrappers:
-        turn = itertools.count(ranks)
+    for place, wrapper in enumerate(wrappers):
+        turn = itertools.count(ranks + 2 * place)
         for accumulation, reduction in itertools.product((1, 2, 3), REDUCTIONS):
             number = next(turn)
-            uneven = SCENARIOS[1 + number % (len(SCENARIOS) - 1)]
-            yield Configuration("qwen3-tied", wrapper, accumulation, reduction, "even", (1, 8)[number % 2])
-            yield Configuration("qwen3-tied", wrapper, accumulation, reduction, uneven, (8, 1)[number % 2])
-    for kind, wrapper in itertools.product(MODEL_KINDS[1:], wrappers):
-        for scenario in SCENARIOS if kind == "qwen3-untied" else SCENARIOS[:1]:
-            yield Configuration(kind, wrapper, 2, "square", scenario, 8)
+            scenario = SCENARIOS[number % len(SCENARIOS)]
+            yield Configuration("qwen3-tied", wrapper, accumulation, reduction, scenario, (1, 8)[number % 2])
+        for kind in MODEL_KINDS[1:]:
+            number = next(turn)
+            scenario = SCENARIOS[number % len(SCENARIOS)]
+            yield Configuration(kind, wrapper, 2, REDUCTIONS[number % 3], scenario, 8)
+            yield Configuration(kind, wrapper, 1, REDUCTIONS[(number + 1) % 3], "even", 1)
 
 
 def run_configurations(chosen: list[Configuration], answers: dict[Configuration, Answer]) -> list[str]:
@@ -164,6 +168,18 @@ def test_the_documents_hold_what_the_matrix_claims() -> None:
     assert len(losses) == 3, "the reductions must give different losses, or a mix-up could not show"
     barren = oracle("qwen3-tied", "token", "a step without targets")
     assert barren.loss == 0.0 and all(not gradient.any() for gradient in barren.gradients.values())
+
+
+def test_the_matrix_is_full() -> None:
+    """Ranks x accumulation x wrapper x reduction, and each wrapper with every scenario and model."""
+    for ranks in (1, 2, 3, 4):
+        chosen = list(configurations(ranks))
+        wrappers = {name for name, (_, worlds) in WRAPPERS.items() if ranks in worlds}
+        assert {(one.wrapper, one.accumulation, one.reduction) for one in chosen} == set(
+            itertools.product(wrappers, (1, 2, 3), REDUCTIONS)
+        )
+        assert {(one.wrapper, one.scenario) for one in chosen} == set(itertools.product(wrappers, SCENARIOS))
+        assert {(one.wrapper, one.kind) for one in chosen} == set(itertools.product(wrappers, MODEL_KINDS))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -119,6 +119,20 @@ def test_targets_whose_weights_are_all_zero(via: str) -> None:
         assert metrics["tokens/loss"] == 2
 
 
+@pytest.mark.parametrize("reduction", ["token", "sample", "square"])
+def test_weights_without_any_target(reduction: str) -> None:
+    """A rank whose only window has weights and no target counts in the same dtype as the others."""
+
+    def body() -> None:
+        window = [cost_window([[2.0]], sources=[0]), cost_window([[None]], sources=[0], weights=[[3.0]])]
+        metrics, gradients = run_windows(
+            [window[dist.get_rank()]], terms=[Term("text", reduction)], channels=["web"]
+        )
+        assert metrics["train/loss"] == metrics["channel_loss/web"] == gradients["gain"].item() == 2.0
+
+    run_on_ranks(2, body)
+
+
 def test_row_4_denominators_end_with_the_step() -> None:
     """Nothing stale can be read after the step, after an exception, or by an evaluation."""
     ledger = Ledger([Term("text")])

@@ -49,7 +49,8 @@ def count_targets(targets: Tensor, weights: Tensor | None, layout: Layout) -> Ta
         present = (num_targets > 0).to(torch.float64)
         return TargetCounts(num_targets, num_targets.to(torch.float64), present)
     values = weights[slots].to(torch.float64)
-    weight_sums = torch.bincount(owners, values, minlength=count)
+    # of nothing, bincount gives int64 whatever the weights are
+    weight_sums = torch.bincount(owners, values, minlength=count).to(torch.float64)
     first = torch.cumsum(num_targets, 0) - num_targets  # documents lie one after the other
     first_weights = torch.zeros(count, dtype=torch.float64)
     present = num_targets > 0
