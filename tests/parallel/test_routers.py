@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from exactness.driving import build_window, draw_documents
 from isoloss import Layout, Ledger, LossModel, PackedBatch, Step, Term, Topology, sum_gradients
-from isoloss.parallel.routers import RouterLosses, find_routers, router_scores
+from isoloss.parallel.routers import RouterLosses, find_routers, router_scores, update_expert_bias
 from isoloss.reduction.terms import Routing
 from laws.collectives import CollectiveCounter
 from oracle.mixture import EXPERTS, build_moe
@@ -329,14 +329,13 @@ def test_router_losses_of_a_dense_model_are_an_error() -> None:
         LossModel(nn.Linear(2, 2), RouterLosses())
 
 
-def test_families_are_known_by_name() -> None:
-    assert router_scores(build_moe()) == "softmax"
+def sigmoid_model() -> nn.Module:
     config = DeepseekV3Config(
-        vocab_size=32,
+        vocab_size=64,
         hidden_size=16,
         intermediate_size=16,
         moe_intermediate_size=8,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
         n_routed_experts=4,
@@ -350,9 +349,54 @@ def test_families_are_known_by_name() -> None:
         qk_rope_head_dim=8,
         v_head_dim=8,
     )
-    assert router_scores(DeepseekV3ForCausalLM(config)) == "sigmoid"
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for router in find_routers(model):
+            router.weight.normal_()
+    return model
+
+
+def test_families_are_known_by_name() -> None:
+    assert router_scores(build_moe()) == "softmax"
+    assert router_scores(sigmoid_model()) == "sigmoid"
     with pytest.raises(ValueError, match='RouterLosses\\(scores="softmax"\\)'):
         router_scores(build_model())
+
+
+def test_sigmoid_routers_by_hand() -> None:
+    """Each expert's sigmoid over the sum of all, f from the window; logits are log(p) of the table."""
+    losses = RouterLosses(counts="window", scores="sigmoid")
+    step, gradient = run_table(PROBABILITIES, losses, tokens=4)
+    shares = [[p / (1 + p) for p in row] for row in PROBABILITIES]  # the sigmoid of log(p)
+    mean = sum(row[0] / sum(row) for row in shares) / 4
+    assert step.metrics()["loss/moe_balance"] == pytest.approx(2 * (0.75 * mean + 0.25 * (1 - mean)))
+    logits = torch.tensor(PROBABILITIES, dtype=F64).log().requires_grad_()
+    sigmoids = logits.sigmoid()
+    weighed = sigmoids / sigmoids.sum(-1, keepdim=True) * torch.tensor([0.75, 0.25], dtype=F64)
+    (0.1 * 2 * weighed.sum() / 4).backward()
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-13, atol=1e-17)
+
+
+def test_balancing_without_a_loss_moves_the_bias_towards_the_idle() -> None:
+    model = sigmoid_model()
+    loss_model = LossModel(model, RouterLosses(balance=None))
+    ledger = Ledger([Term("text")], routing=loss_model.routing)
+    update_expert_bias(model, ledger, 0.1)  # before the first step nothing is known
+    first = step_on(loss_model, ledger)
+    update_expert_bias(model, ledger, 0.1)
+    for router, row in zip(find_routers(model), first.record.expert_counts, strict=True):
+        mean = sum(row) / len(row)
+        signs = [(mean > count) - (mean < count) for count in row]
+        assert any(signs)
+        assert router.e_score_correction_bias.tolist() == pytest.approx([0.1 * sign for sign in signs])
+    violation = first.metrics()["moe/max_violation"]
+    for _ in range(10):
+        last = step_on(loss_model, ledger)
+        update_expert_bias(model, ledger, 0.02)
+    assert last.metrics()["moe/max_violation"] < violation
+    with pytest.raises(ValueError, match="balance it with a balancing loss"):
+        update_expert_bias(build_moe(), ledger, 0.1)
 
 
 def test_routing_without_losses_only_counts() -> None:

@@ -30,9 +30,11 @@ from isoloss.losses.router import (
     router_z_loss,
 )
 from isoloss.parallel.attention import is_transformers_model
+from isoloss.reduction.ledger import Ledger
 from isoloss.reduction.step import Step, in_backward
 from isoloss.reduction.terms import Routing
 
+BIAS = "e_score_correction_bias"
 SOFTMAX_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text", "olmoe"),
     *("flex_olmo", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "minimax", "deepseek_v2", "ernie4_5_moe"),
@@ -318,6 +320,43 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
         )
     kinds = tuple(recorder.target_class for recorder in recorders)
     return [part for part in model.modules() if isinstance(part, kinds)]
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, ledger: Ledger, rate: float) -> None:
+    """Balance without a loss: move the bias by which experts are chosen, after each optimizer step.
+
+    An expert that got fewer tokens in the last training step than the mean of its layer has its bias raised
+    by `rate`, one that got more has it lowered. The bias decides who is chosen and weighs nothing, so it has
+    no gradient (DeepSeek-V3). Counts are those of all ranks, so every rank makes the same change.
+
+    Args:
+        model: a transformers model whose routers have `e_score_correction_bias`.
+        ledger: of the run; it declares routing, and router hooks fill it (`RouterLosses(balance=None)` where
+            no loss is to be added).
+        rate: the change of a step, such as 0.001.
+
+    Raises:
+        ValueError: a router has no such bias, or the ledger counts other routers.
+    """
+    routers = find_routers(model)
+    tensors = [dict([*router.named_buffers(), *router.named_parameters()]) for router in routers]
+    if not routers or not all(BIAS in owned for owned in tensors):
+        raise ValueError(
+            f"not every one of the {len(routers)} routers of {type(model).__name__} has {BIAS}, by which "
+            "experts are chosen; balance it with a balancing loss"
+        )
+    counts = ledger.expert_counts
+    if counts is None:  # no training step yet
+        return
+    if len(counts) != len(routers):
+        raise ValueError(
+            f"the ledger counts experts of {len(counts)} layers, the model has {len(routers)} routers; pass "
+            "the model that the ledger's routing comes from"
+        )
+    for owned, row in zip(tensors, counts, strict=True):
+        bias = owned[BIAS]
+        bias.add_(rate * (row.mean() - row).sign().to(bias))
 
 
 def router_scores(model: nn.Module) -> RouterScores:

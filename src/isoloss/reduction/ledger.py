@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.reduction.book import Book
@@ -82,6 +83,16 @@ class Ledger:
     def channel_totals(self) -> dict[str, dict[str, int]]:
         """The same by channel: tokens (loss), source_tokens, documents."""
         return {name: dict(counts) for name, counts in self._book.channel_totals.items()}
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """Tokens of each expert in the last training step, float64[layers, experts]; None before the first.
+
+        Over all ranks and micro-batches, on the device of the run.
+
+        Host syncs: none.
+        """
+        return self._book.expert_counts
 
     def step(
         self,
