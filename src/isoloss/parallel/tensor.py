@@ -6,11 +6,15 @@ vocabulary), and the plan's own collectives make activations whole where the mod
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from isoloss.losses.linear_cross_entropy.problem import VocabularyShard
+from isoloss.losses.linear_cross_entropy.vocab_parallel import shard_of
 from isoloss.parallel.attention import is_transformers_model
 from isoloss.reduction.gradients import PartialOverTensorRanks
 from isoloss.topology import Topology
@@ -21,6 +25,7 @@ PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 Its own rule sums `.grad` over the ranks in every backward: with accumulation, what was summed before once
 more per micro-batch (gradients were wrong by 0.8 to 2.4 of themselves with two).
 """
+VOCABULARY_ROWS = "embedding_rowwise"
 HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -48,9 +53,16 @@ def apply_tensor_plan(model: Any, topology: Topology) -> None:
     modules = dict(model.named_modules())
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
+    names = {module: name for name, module in modules.items()}
     if is_tied:
         # One parameter of two modules: sharded as the embedding's, and given to the head again.
-        plan = {name: style for name, style in plan.items() if modules.get(_owner(name, modules)) is not head}
+        for name in (names[head], f"{names[head]}.weight"):
+            plan.pop(name, None)
+    if plan.get(names[embedding]) == VOCABULARY_ROWS and type(embedding) is nn.Embedding:
+        for name in (names[embedding], f"{names[embedding]}.weight"):
+            del plan[name]
+        embedding = VocabularyParallelEmbedding(embedding, topology.tp_mesh)
+        model.set_input_embeddings(embedding)
     for name in [name for name, style in plan.items() if style == PARTIAL_GRADIENT]:
         del plan[name]
         if name in modules:
@@ -58,6 +70,61 @@ def apply_tensor_plan(model: Any, topology: Topology) -> None:
     apply_tensor_parallelism(model, topology.tp_mesh, plan)
     if is_tied:
         head.weight = embedding.weight
+
+
+@final
+class VocabularyParallelEmbedding(nn.Module):
+    """An embedding whose rows are spread over the tensor ranks, each of which looks up its own.
+
+    In place of the style `embedding_rowwise`, whose backward makes the gradient of the whole vocabulary on
+    every rank and keeps a slice of it.
+
+    Args:
+        embedding: alike on every rank.
+        mesh: of the tensor ranks.
+    """
+
+    def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.padding_idx = embedding.padding_idx
+        self.weight = nn.Parameter(
+            distribute_tensor(embedding.weight.detach(), mesh, [Shard(0)], src_data_rank=None),
+            requires_grad=embedding.weight.requires_grad,
+        )
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[...] to [..., H], the same on every rank.
+
+        Collectives: one SUM over the tensor ranks; none in backward.
+        """
+        weight = self.weight
+        assert isinstance(weight, DTensor), "a wrapper made a plain tensor of the embedding's shard"
+        shard, rows = shard_of(weight), weight.to_local()
+        places = input_ids - shard.start
+        is_here = (places >= 0) & (places < rows.shape[0])
+        padding = None if self.padding_idx is None else self.padding_idx - int(shard.start)
+        if padding is None or not 0 <= padding < rows.shape[0]:
+            padding = None
+        if rows.shape[0] == 0:  # fewer rows than ranks; a part of the graph all the same
+            found = rows.sum() + rows.new_zeros(*input_ids.shape, self.embedding_dim)
+        else:
+            found = nn.functional.embedding(places.where(is_here, 0), rows, padding)
+        return _SumOverRanks.apply(found.where(is_here.unsqueeze(-1), 0.0), shard)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Each rank's part of a sum that all ranks use alike: the incoming gradient is that of every part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, shard: VocabularyShard) -> Tensor:
+        summed = part.clone()
+        shard.reduce_sum(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _plan_of(model: Any, topology: Topology) -> dict[str, str]:
@@ -111,8 +178,3 @@ def expand_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 def _with_stars(name: str) -> str:
     """Stars in place of numbers: layers.3.mlp as layers.*.mlp."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The module that a rule of a module or of a parameter is about."""
-    return name if name in modules else name.rpartition(".")[0]
