@@ -27,11 +27,14 @@ from isoloss.reduction.terms import Term
 from isoloss.topology import Topology
 
 if TYPE_CHECKING:
+    from isoloss.audit.case import AuditCase, AuditResult
     from isoloss.train.recipe import Recipe
     from isoloss.train.trainer import Trainer
 
 __all__ = [
     "IGNORE_INDEX",
+    "AuditCase",
+    "AuditResult",
     "Document",
     "GradientSum",
     "Layout",
@@ -55,6 +58,10 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     # The trainer needs the extra "train"; the library for loops of one's own needs torch alone.
+    if name in ("AuditCase", "AuditResult"):
+        from isoloss.audit.case import AuditCase, AuditResult
+
+        return AuditCase if name == "AuditCase" else AuditResult
     if name == "Recipe":
         from isoloss.train.recipe import Recipe
 

@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from isoloss import __version__
 
@@ -61,6 +61,20 @@ The folder is loaded by transformers: AutoModelForCausalLM.from_pretrained(FOLDE
 """
 
 
+_AUDIT_EXAMPLES = """\
+examples:
+  isoloss audit                         isoloss itself, in float64 on the CPU
+  isoloss audit --nproc 8               with layouts of up to 8 processes
+  isoloss audit my_trainer.audit:step   a step of your own: a function AuditCase -> AuditResult, called
+                                        in every rank (isoloss.AuditCase explains what it is given)
+  isoloss audit --json > audit.json     for machines
+
+Each line is a layout: the relative difference of the loss and of the worst gradient element from a plain
+one-process reference, of the losses per source, the token counters, and how many collectives ran. The exit
+status is 1 if any line fails.
+"""
+
+
 class _Rank(NamedTuple):
     """This process's place in a run of several."""
 
@@ -88,6 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(arguments: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
+    if options.command == "audit":
+        if rest:
+            return _complain(f"audit does not know {' '.join(rest)}; see isoloss audit --help")
+        return _audit(options)
     if options.command == "export":
         if rest:
             return _complain(f"export does not know {' '.join(rest)}; see isoloss export --help")
@@ -131,6 +149,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "-h", "--help", action=_TrainHelp, nargs=0, help="show this text and all keys of a recipe"
     )
+    audit = commands.add_parser(
+        "audit",
+        help="check that a step does not depend on how it is split",
+        description="Compare a training step with a plain reference in every layout that fits this machine.",
+        epilog=_AUDIT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    audit.add_argument(
+        "target", metavar="TARGET", nargs="?", default="self", help="self (isoloss), or MODULE:FUNCTION"
+    )
+    audit.add_argument(
+        "--nproc", type=_process_count, metavar="N", help="most processes to start (default: 4, or the GPUs)"
+    )
+    audit.add_argument("--json", action="store_true", help="print the findings as JSON")
     export = commands.add_parser(
         "export",
         help="write a transformers folder from a checkpoint",
@@ -182,8 +215,8 @@ def _train(path: Path, overrides: Sequence[str], nproc: int | None, show_traceba
     try:
         check_world_size(load_recipe(path, overrides), world_size)
         if place is None and world_size > 1:
-            return _launch(path, overrides, world_size, show_traceback)
-        _work(path, overrides, place)
+            return _launch(world_size, _train_rank, (path, overrides), show_traceback)
+        _work(_train_rank, (path, overrides), place)
     except RecipeError as error:
         if place is None or place.local_rank == 0:  # every rank of a machine reads the same file
             sys.stderr.write(f"{error}\n")
@@ -202,21 +235,28 @@ def _rank_from_environment(environment: Mapping[str, str]) -> _Rank | None:
     return _Rank(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
 
 
-def _work(path: Path, overrides: Sequence[str], place: _Rank | None, reports: Path | None = None) -> None:
-    """Train in this process: as one rank of the run, or alone."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from isoloss.topology import process_group
+def _train_rank(rank: int, path: Path, overrides: Sequence[str]) -> None:
+    """Train in this process, which has joined the run if it has several ranks."""
     from isoloss.train.recipe import load_recipe
     from isoloss.train.trainer import run
 
-    recipe = load_recipe(path, overrides)
+    run(load_recipe(path, overrides))
+
+
+def _work(
+    function: Callable[..., None], given: Sequence[Any], place: _Rank | None, reports: Path | None = None
+) -> None:
+    """Call `function(rank, *given)` in this process: as one rank of the run, or alone."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from isoloss.topology import process_group
+
     if place is None:
-        run(recipe)
+        function(0, *given)
         return
     # The report is inside the group: it is written while the peers still wait for this rank.
     with process_group(**place._asdict()), _FailureReport(reports, place.rank):
-        record(run)(recipe)  # torchrun's summary shows what this records
+        record(function)(place.rank, *given)  # torchrun's summary shows what this records
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,22 +309,24 @@ class _FailureReport:
         (self._directory / f"{self._rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
 
 
-def _worker(path: Path, overrides: Sequence[str], nproc: int, reports: Path) -> None:
+def _worker(function: Callable[..., None], given: Sequence[Any], nproc: int, reports: Path) -> None:
     """What each process of `--nproc` runs; the launcher has set its RANK."""
     import torch
 
     logging.disable(logging.NOTSET)  # a forked worker inherits the parent's silence
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _usable_cores() // nproc))  # more threads than cores slow every rank
-    _work(path, overrides, _rank_from_environment(os.environ), reports)
+    _work(function, given, _rank_from_environment(os.environ), reports)
 
 
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _launch(path: Path, overrides: Sequence[str], nproc: int, show_traceback: bool) -> int:
-    """Start `nproc` local workers and wait; a failure is shown once, from the rank that failed first."""
+def _launch(
+    nproc: int, function: Callable[..., None], given: Sequence[Any], show_traceback: bool = False
+) -> int:
+    """Call `function(rank, *given)` in `nproc` local workers; a failure is shown once."""
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -311,7 +353,7 @@ def _launch(path: Path, overrides: Sequence[str], nproc: int, show_traceback: bo
             logs_specs=DefaultLogsSpecs(log_dir=directory),
         )
         try:
-            elastic_launch(config, _worker)(path, overrides, nproc, Path(directory))
+            elastic_launch(config, _worker)(function, given, nproc, Path(directory))
         except ChildFailedError as error:
             return _show_first_failure(Path(directory), *error.get_first_failure(), show_traceback)
         except SignalException as error:
@@ -369,3 +411,31 @@ def _export(options: argparse.Namespace) -> int:
         return 1
     sys.stdout.write(f"{folder}\n")
     return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    import torch
+
+    from isoloss.audit.runner import run_audit
+    from isoloss.audit.show import print_findings
+
+    devices = [("cpu", "float64")]
+    nproc = options.nproc or 4
+    if torch.cuda.is_available():
+        devices = [("cuda", "float32"), ("cuda", "bfloat16")]
+        nproc = options.nproc or torch.cuda.device_count()
+
+    def launch(world_size: int, function: Callable[..., None], given: Sequence[Any]) -> int:
+        if world_size > 1:
+            return _launch(world_size, function, given)
+        function(0, *given)
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="isoloss-audit-") as folder:
+        try:
+            findings = print_findings(
+                run_audit(options.target, nproc, devices, Path(folder), launch), as_json=options.json
+            )
+        except (ValueError, RuntimeError) as error:
+            return _show_failure(_Failure.of(error, rank=0), show_traceback=False)
+    return 0 if all(finding.passed for finding in findings) else 1

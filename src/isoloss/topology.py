@@ -261,6 +261,13 @@ def is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
+def training_device() -> torch.device:
+    """Where this process trains: its CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def _default_device(joined: bool) -> torch.device:
     if joined and torch.cuda.is_available() and "nccl" in str(dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())

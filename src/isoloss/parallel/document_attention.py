@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.batch.layout import Layout
@@ -258,16 +257,21 @@ def _attend_variable_length(
     value: Tensor,
     pieces: Sequence[_Piece],
     scores: Scores,
-    kernel: Callable[..., Any] = varlen_attn,
+    kernel: Callable[..., Any] | None = None,
 ) -> Tensor:
     """All pieces in one call. Its causal mask is bottom-right, and a window counts the tokens before."""
+    if kernel is None:
+        # loads torch._dynamo: a second that only CUDA has use for
+        from torch.nn.attention.varlen import varlen_attn
+
+        kernel = varlen_attn
     device = query.device
     rows = copy_to_device(
         _slots_of([slice(piece.start, piece.start + piece.rows) for piece in pieces]), device
     )
     columns = copy_to_device(_slots_of([part for piece in pieces for part in piece.seen]), device)
     before = -1 if scores.sliding_window is None else scores.sliding_window - 1
-    attended = kernel(
+    attended: Any = kernel(
         query[0].transpose(0, 1).index_select(0, rows),
         key[0].transpose(0, 1).index_select(0, columns),
         value[0].transpose(0, 1).index_select(0, columns),

@@ -132,7 +132,7 @@ def packing_summary(lanes: Mapping[str, Any]) -> str:
         return sum(record[name] for record in records)
 
     return (
-        f"Rows: {total('rows_in'):,} read; {total('rows_whole'):,} packed whole, {total('rows_split'):,} split, "
-        f"{total('rows_truncated'):,} truncated ({total('tokens_truncated'):,} tokens cut off), "
+        f"Rows: {total('rows_in'):,} read; {total('rows_whole'):,} packed whole, {total('rows_split'):,} "
+        f"split, {total('rows_truncated'):,} truncated ({total('tokens_truncated'):,} tokens cut off), "
         f"{total('rows_dropped'):,} dropped ({total('tokens_dropped'):,} tokens)"
     )

@@ -344,7 +344,9 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
         }
         for axis, size in later.items():
             if size > 1:
-                message = f"parallel.{axis} is {size}; only 1 is built yet, use dp_shard_size, sp_size or cp_size"
+                message = (
+                    f"parallel.{axis} is {size}; only 1 is built yet, use dp_shard_size, sp_size or cp_size"
+                )
                 refused["parallel", axis] = message
     if refused:
         raise RecipeError([Problem((path,), message) for path, message in refused.items()])

@@ -23,7 +23,7 @@ from isoloss.reduction.maxima import reduce_maxima
 from isoloss.reduction.record import StepRecord
 from isoloss.reduction.step import Step
 from isoloss.reduction.terms import Term
-from isoloss.topology import Topology
+from isoloss.topology import Topology, training_device
 from isoloss.train.checkpoint import Checkpointer, CheckpointError, find_checkpoint, read_state
 from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, transformer_blocks
 from isoloss.train.optimizer import build_optimizer, learning_rate_factor
@@ -52,13 +52,9 @@ def run(recipe: Recipe, console: Console | None = None) -> None:
         sp_size=parallel.sp_size,
         tp_size=parallel.tp_size,
         ep_size=parallel.ep_size,
-        device=None if torch.distributed.is_initialized() else _lone_device(),
+        device=training_device(),
     )
     Trainer(recipe, topology, console).train()
-
-
-def _lone_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass
@@ -386,8 +382,8 @@ class Trainer:
             self._console.print(packing_summary(read_state(newest)["lanes"]), soft_wrap=True, highlight=False)
         run_dir = self.output_dir
         self._console.print(
-            f"The run is in {run_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made, packing/ the "
-            "rows that were not packed whole.\n"
+            f"The run is in {run_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made, "
+            "packing/ the rows that were not packed whole.\n"
             "What to try next:\n"
             f"  isoloss export {run_dir}\n"
             "      a folder for transformers: AutoModelForCausalLM.from_pretrained\n"
