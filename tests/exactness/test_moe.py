@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from exactness.driving import (
     CHANNELS,
@@ -39,7 +40,12 @@ COUNTS = ("previous_step", "window", "micro_batch")
 LAYOUTS = {
     # ranks: (sizes, whether dense parameters are under FSDP2)
     0: [({}, False)],
-    2: [({}, True), ({"ep_size": 2}, True), ({"ep_size": 2}, False)],
+    2: [
+        ({}, True),
+        ({"dp_replicate_size": 2}, True),  # DDP
+        ({"ep_size": 2}, True),
+        ({"ep_size": 2}, False),
+    ],
     4: [
         ({"ep_size": 4}, True),
         ({"ep_size": 2}, True),
@@ -170,7 +176,7 @@ def oversized_experts(loss_model: LossModel, topology: Topology, wrapped: bool) 
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             held += local.numel() * local.element_size()
     parts = topology.ep_size
-    if wrapped:
+    if wrapped and (topology.ep_size > 1 or topology.dp_replicate_size == 1):
         parts = topology.world_size  # ep x expert_data
     return [] if held * parts == whole else [f"{held} bytes of experts, expected {whole} / {parts}"]
 
@@ -230,9 +236,10 @@ def test_the_cases_hold_what_they_claim() -> None:
     assert any(case.empty_rank for case in cases(2)) and any(case.empty_rank for case in cases(4))
 
 
+@pytest.mark.parametrize("recomputed", ["layers", "all"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_layers_record_once(reentrant: bool) -> None:
-    """row 26; layers are recomputed, and with them routers, exchanges and gradients of router losses."""
+def test_recomputation_records_once(recomputed: str, reentrant: bool) -> None:
+    """row 26; what is recomputed are routers, exchanges and the gradients of router losses with them."""
     plain = documents()
     case = Case("qwen3-moe", (("ep_size", 2),), True, 2, "micro_batch", empty_rank=False)
     [expected] = answers_of(case, 2)
@@ -241,16 +248,23 @@ def test_recomputed_layers_record_once(reentrant: bool) -> None:
         logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
         topology = Topology(ep_size=2)
         loss_model, outer = build(case, topology)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.24
-            loss_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if recomputed == "layers":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.24
+                loss_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         gradients = sum_gradients(outer, topology)
         ledger = Ledger(TERMS, CHANNELS, topology, routing=loss_model.routing)
         mine = windows_of(case, 2)[dist.get_rank()]
         windows = [build_window([plain[one] for one in window], padded_length=WINDOW) for window in mine]
+        needs_gradient = torch.zeros((), requires_grad=True)
         with ledger.step(windows, gradients=gradients) as step:
             for batch in step:
-                outer(step, batch).backward()
+                run = functools.partial(outer, step, batch)
+                if recomputed == "all":
+                    share = checkpoint(lambda _, run=run: run(), needs_gradient, use_reentrant=reentrant)
+                else:
+                    share = run()
+                share.backward()
         assert compare(loss_model, step.metrics(), step.record.expert_counts, expected) == []
 
     run_on_ranks(2, body)

@@ -133,18 +133,13 @@ class RouterHooks:
         recomputed = in_backward()
         if not recomputed:
             self._tapes[batch] = _Tape(self.losses, self._scores, self.routing, step, batch)
-        tape = self._tapes[batch]
-        if recomputed:
-            return self._join(forward(), tape)
-        self._forward = tape
+        tape = self._forward = self._tapes[batch]
         try:
             share = forward()
         finally:
             self._forward = None
-        tape.finish(step)
-        return self._join(share, tape)
-
-    def _join(self, share: Tensor, tape: "_Tape") -> Tensor:
+        if not recomputed:
+            tape.finish(step)
         return _JoinShares.apply(share, tape, self)
 
     def enter_backward(self, tape: "_Tape") -> None:
@@ -153,7 +148,9 @@ class RouterHooks:
 
     def _saw(self, layer: int, module: nn.Module, inputs: Any, outputs: Any) -> Any:
         """Forward hook of a router. Outside the forward of a step it changes nothing."""
-        tape = self._backward() if in_backward() else self._forward
+        tape = self._forward
+        if tape is None and in_backward():  # a layer that is recomputed by itself
+            tape = self._backward()
         if tape is None:
             return None
         logits, weights, experts = outputs
