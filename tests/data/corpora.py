@@ -17,7 +17,7 @@ PLAIN = (
 )
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{{ '\n' }}"
     "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

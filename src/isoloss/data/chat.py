@@ -17,7 +17,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from isoloss.data.errors import DataError, RowError
+from isoloss.data.errors import RowError
 from isoloss.data.rows import Conversation, LossOn, Message
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -51,7 +51,7 @@ class ChatRenderer:
         tokenizer: with a chat template.
 
     Raises:
-        DataError: it has none, or several without a default.
+        RowError: it has none, or several without a default.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -61,8 +61,8 @@ class ChatRenderer:
             for with_tools in (False, True):
                 self._templates[with_tools] = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
         except ValueError as error:
-            raise DataError(
-                "the rows hold conversations, but the tokenizer has no chat template, or several and no "
+            raise RowError(
+                "the row is a conversation, but the tokenizer has no chat template, or several and no "
                 "default; give one with data.chat_template"
             ) from error
         self._special_tokens = tuple(

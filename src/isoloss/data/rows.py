@@ -173,8 +173,9 @@ def _check_ids(content: Tokens, vocabulary_size: int | None) -> None:
 def near_misses(row: Mapping[str, Any]) -> list[str]:
     """What to say of optional fields that are not read because of their spelling."""
     hints = []
+    optional = ("channel", "weight", "labels") if "input_ids" in row else ("channel", "weight")
     for name in row:
-        near = difflib.get_close_matches(name, ("channel", "weight", "labels", "tools"), n=1, cutoff=0.8)
+        near = difflib.get_close_matches(name, optional, n=1, cutoff=0.8)
         if near and name not in FIELDS:
             hints.append(f"the field {name!r} is not read; did you mean {near[0]!r}?")
     return hints

@@ -45,7 +45,9 @@ class Survey:
     channels: dict[str, None] = field(default_factory=dict)
     """Names of the channels, in order of appearance."""
 
-    has_conversations: bool = False
+    first_conversation: int | None = None
+    """Position of the first row that is a conversation."""
+
     faults: list[str] = field(default_factory=list)
     """The first few rows at fault, each with file, line and fix."""
 
@@ -94,10 +96,9 @@ class Source:
         """Look at every row, before anything is trained, as far as can be told without a tokenizer."""
         found = Survey()
         doubtful: dict[str, None] = {}
-        for index, raw in enumerate(self._scan()):
-            shard, position = raw[0], raw[1]
+        for index, (shard, position, raw) in enumerate(self._scan()):
             try:
-                row = shard.parse(raw[2])
+                row = shard.parse(raw)
                 content = check_row(row, loss_on=loss_on, vocabulary_size=vocabulary_size)
                 found.channels.setdefault(row_channel(row, self.spec.name))
             except RowError as error:
@@ -105,7 +106,8 @@ class Source:
                 if found.num_faults <= MAX_FAULTS:
                     found.faults.append(error.at(shard.place(position)))
                 continue
-            found.has_conversations |= isinstance(content, Conversation)
+            if found.first_conversation is None and isinstance(content, Conversation):
+                found.first_conversation = index
             if index < 1000:
                 doubtful.update(dict.fromkeys(near_misses(row)))
         for hint in doubtful:

@@ -1,10 +1,12 @@
 """Rows become documents: tokens, and which of them are targets."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from isoloss.batch.document import IGNORE_INDEX, Document
 from isoloss.data.chat import ChatRenderer, Span
@@ -20,18 +22,13 @@ class Tokeniser:
         tokenizer: of the model.
         loss_on: which tokens are targets. "assistant": assistant turns, completions, text. "completion": of a
             conversation the last assistant turn only. "all": every token.
-        reads_conversations: whether any row is a conversation.
-
-    Raises:
-        DataError: the tokenizer has no chat template, and one is needed.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, *, reads_conversations: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
         self._tokenizer = tokenizer
+        self._exact: PreTrainedTokenizerBase | None = None
         self._loss_on = loss_on
-        self._chat = ChatRenderer(tokenizer) if reads_conversations else None
+        self._chat: ChatRenderer | None = None
 
     def document(self, row: Mapping[str, Any], source: int) -> Document:
         """The document of a row; int32 and float32 tensors.
@@ -76,7 +73,7 @@ class Tokeniser:
         if isinstance(content, Completion):
             return self._completion(content)
         if self._chat is None:
-            raise RowError("the row is a conversation, though no other was found; the file has changed")
+            self._chat = ChatRenderer(self._tokenizer)
         rendering = self._chat.render(content, self._loss_on)
         ids, offsets = self._encode(rendering.text, add_special_tokens=False)
         return ids, weigh_tokens(offsets, rendering.spans, rendering.default_weight)
@@ -104,10 +101,30 @@ class Tokeniser:
                 "data.tokenizer is a slow tokenizer, which does not say which characters a token covers; "
                 "use a fast one (a folder with tokenizer.json)"
             )
-        encoded = self._tokenizer(
+        if self._exact is None:
+            self._exact = _with_exact_offsets(self._tokenizer)
+        encoded = self._exact(
             text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
         )
         return encoded["input_ids"], encoded["offset_mapping"]
+
+
+def _with_exact_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A fast tokenizer that gives the same tokens, and counts white space to the token that holds it.
+
+    Some tokenizers leave white space at the edges of a token out of its offsets, so that a token of a line
+    break and an indentation would seem to lie before the line.
+    """
+    specification = json.loads(tokenizer.backend_tokenizer.to_str())
+    post_processor = specification["post_processor"] or {}
+    parts = [
+        part for part in (post_processor, *post_processor.get("processors", ())) if part.get("trim_offsets")
+    ]
+    if not parts:
+        return tokenizer
+    for part in parts:
+        part["trim_offsets"] = False
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(specification)))
 
 
 def weigh_tokens(
@@ -119,8 +136,8 @@ def weigh_tokens(
     shares with the span would never be learned. Where two spans meet in a token, the later one counts.
 
     Args:
-        offsets: first and last character (exclusive) of each token, in order; equal for a token whose white
-            space the tokenizer does not count.
+        offsets: first and last character (exclusive) of each token, in order; equal for a token that the
+            tokenizer adds.
         spans: in order, without overlap.
         default: what a token outside of all spans weighs.
     """
@@ -130,9 +147,7 @@ def weigh_tokens(
         while first < len(offsets) and offsets[first][1] <= span.start:
             first += 1
         place = first
-        while place < len(offsets) and (
-            offsets[place][0] < span.stop or offsets[place][0] == offsets[place][1] == span.stop
-        ):
+        while place < len(offsets) and offsets[place][0] < span.stop:
             weights[place] = span.weight
             place += 1
     return weights

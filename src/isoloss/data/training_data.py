@@ -74,7 +74,7 @@ class TrainingData:
         self._settings = settings
         self._data_rank = data_rank
         self._data_size = data_size
-        self._tokenizer = tokenizer
+        self._fingerprint = _fingerprint(tokenizer)
         self._pad_token_id = tokenizer.pad_token_id or 0
         weights = _weights(settings.sources)
         self._sources = _open_sources(settings.sources)
@@ -94,14 +94,10 @@ class TrainingData:
                 "is something else, give the rows a `channel`, or leave `source` out"
             )
         self._channel_index = {name: index for index, name in enumerate(self.channels)}
-        self._tokeniser = Tokeniser(
-            tokenizer,
-            settings.loss_on,
-            reads_conversations=any(survey.has_conversations for survey in surveys),
-        )
+        self._tokeniser = Tokeniser(tokenizer, settings.loss_on)
         self._documents: OrderedDict[Key, Document] = OrderedDict()
         self._cached_tokens = 0
-        self._try_rows()
+        self._try_rows([survey.first_conversation for survey in surveys])
         splits = [
             source.split(seed=settings.seed, eval_fraction=settings.eval_fraction) for source in self._sources
         ]
@@ -187,7 +183,7 @@ class TrainingData:
                 {"name": source.spec.name, "weight": source.spec.weight, "rows": len(source)}
                 for source in self._sources
             ],
-            "data.tokenizer": _fingerprint(self._tokenizer),
+            "data.tokenizer": self._fingerprint,
             "channels": list(self.channels),
         }
 
@@ -264,16 +260,21 @@ class TrainingData:
         except RowError as error:
             raise DataError(error.at(source.place(key[1]))) from error
 
-    def _try_rows(self) -> None:
-        """Tokenise the first rows of each source on every rank, so that all stop alike at a fault."""
+    def _try_rows(self, conversations: Sequence[int | None]) -> None:
+        """Tokenise a few rows of each source on every rank, so that all stop alike at a fault.
+
+        Args:
+            conversations: the first conversation of each source.
+        """
         faults = []
-        for number, source in enumerate(self._sources):
-            for row in range(min(_TRIED_ROWS, len(source))):
+        for number, (source, conversation) in enumerate(zip(self._sources, conversations, strict=True)):
+            rows = set(range(min(_TRIED_ROWS, len(source))))
+            for row in sorted(rows if conversation is None else rows | {conversation}):
                 try:
                     self._read((number, row))
                 except DataError as error:
                     faults.append(str(error))
-        _raise_faults(faults[:MAX_FAULTS], len(faults))
+        _raise_faults(faults, len(faults))
 
     def _empty(self) -> PackedBatch:
         return PackedBatch.empty(self._settings.window, [TERM], self._pad_token_id)
@@ -322,11 +323,17 @@ def _raise_faults(faults: Sequence[str], count: int) -> None:
     raise DataError("\n".join(shown))
 
 
+_PROBE = "Zwölf Boxkämpfer (12 of 3,456) jagten 東京's\tcats:\n\n    return x_1 != 'naïve'  # 😀\r\n"
+"""Words, numbers, scripts, symbols and white space: what tokenizers treat in different ways."""
+
+
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Changes when the tokens of a text may change."""
-    parts = [repr(sorted(tokenizer.get_vocab().items())), repr(tokenizer.chat_template)]
-    if tokenizer.is_fast:
-        parts.append(tokenizer.backend_tokenizer.to_str())
+    """Changes when a text or a conversation would become other tokens."""
+    parts = [
+        repr(sorted(tokenizer.get_vocab().items())),
+        repr(tokenizer(_PROBE).input_ids),
+        repr(tokenizer.chat_template),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
