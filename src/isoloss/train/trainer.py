@@ -64,6 +64,8 @@ class LogWindow:
     record: StepRecord | None = None
     step_seconds: float = 0.0
     data_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    """For which saving held training up; not part of the steps."""
     max_document_length: int = 0
 
     def add(self, step: Step, *, step_seconds: float, data_seconds: float) -> None:
@@ -242,6 +244,7 @@ class Trainer:
                 "packing/max_document_length": window.max_document_length,
                 "time/step": window.step_seconds / steps,
                 "time/data": window.data_seconds / steps,
+                "time/checkpoint": window.checkpoint_seconds,
                 "memory/max_reserved_gib": _memory_gib(self.topology.device),
             },
             self.topology,
@@ -330,8 +333,9 @@ class Trainer:
             "log_window": self._pending_state(),
         }
         self._report_failed_save()
-        held_up = self._checkpointer.save(self.num_steps, state, self.data.lane_states())
-        logger.debug("isoloss: checkpoint %d held training up for %.3f s", self.num_steps, held_up)
+        self._log_window.checkpoint_seconds += self._checkpointer.save(
+            self.num_steps, state, self.data.lane_states()
+        )
         if last:
             self._checkpointer.finish()
 
