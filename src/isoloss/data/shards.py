@@ -239,8 +239,8 @@ def _reading(path: str) -> Iterator[None]:
         raise DataError(f"{path}: it cannot be read: {error.__cause__ or error}") from error
     except UnicodeDecodeError:
         raise
-    except ValueError as error:  # what pyarrow says about a broken file
-        raise DataError(f"{path}: it cannot be read: {error}; write the file anew") from error
+    except (ValueError, IndexError) as error:  # a broken table, or one without rows
+        raise DataError(f"{path}: it cannot be read, or it is empty: {error}; write the file anew") from error
     finally:
         if shows_bars:
             datasets.enable_progress_bars()
