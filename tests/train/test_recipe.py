@@ -462,8 +462,6 @@ def test_sizes_that_do_not_multiply_to_the_world_size() -> None:
         ("objective.type=preference", "objective.type"),
         ("objective.type=policy_gradient", "objective.type"),
         ("model.lora={r: 8}", "model.lora"),
-        ("parallel.tp_size=2", "parallel.tp_size"),
-        ("parallel.ep_size=2", "parallel.ep_size"),
         ("train.profile=true", "train.profile"),
         ("train.peak_flops=1e15", "train.peak_flops"),
         ("model.attention=flash", "model.attention"),
@@ -476,8 +474,8 @@ def test_what_is_not_built_yet_is_refused(override: str, key: str) -> None:
 
 
 def test_the_schema_has_what_is_not_built_yet() -> None:
-    recipe = dataclasses.replace(parse_recipe(GOOD), parallel=ParallelConfig(tp_size=2))
-    with pytest.raises(RecipeError, match="parallel.tp_size is 2"):
+    recipe = dataclasses.replace(parse_recipe(GOOD), objective=ObjectiveConfig(type="preference"))
+    with pytest.raises(RecipeError, match="objective.type preference"):
         check_supported(recipe)
 
 
@@ -501,7 +499,7 @@ train:
   seed: 2
   learning_rate: '1e-6'
 """
-    lines = faults(text, "parallel.tp_size=2", "train.max_token=5")
+    lines = faults(text, "model.lora={r: 8}", "train.max_token=5")
     assert [line.partition(" ")[0] for line in lines] == [
         f"recipe.yaml:{number}:" for number in (3, 6, 7, 8, 11, 13, 14)
     ] + ["override", "override"]

@@ -65,6 +65,8 @@ def test_a_run_killed_and_resumed_is_the_same_to_the_bit(
         (2, ["parallel.sp_size=2"]),
         (2, ["parallel.cp_size=2", "train.gradient_checkpointing=true"]),
         (4, ["parallel.sp_size=2", "parallel.cp_size=2"]),
+        (2, ["parallel.tp_size=2"]),
+        (4, ["parallel.tp_size=2"]),
     ],
 )
 def test_the_layout_of_the_ranks_changes_nothing(

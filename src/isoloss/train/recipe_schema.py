@@ -324,7 +324,7 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
     Raises:
         RecipeError: names each such key.
     """
-    model, objective, train, parallel = recipe.model, recipe.objective, recipe.train, recipe.parallel
+    model, objective, train = recipe.model, recipe.objective, recipe.train
     refused: dict[KeyPath, str] = {}
     if objective and objective.type != "causal_lm":
         refused["objective", "type"] = f"objective.type {objective.type} is not built yet; use causal_lm"
@@ -337,17 +337,6 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
         refused["train", "profile"] = "train.profile is not built yet; remove it"
     if train and train.peak_flops is not None:
         refused["train", "peak_flops"] = "train.peak_flops: MFU is not built yet; remove it"
-    if parallel:
-        later = {
-            "tp_size": parallel.tp_size,
-            "ep_size": parallel.ep_size,
-        }
-        for axis, size in later.items():
-            if size > 1:
-                message = (
-                    f"parallel.{axis} is {size}; only 1 is built yet, use dp_shard_size, sp_size or cp_size"
-                )
-                refused["parallel", axis] = message
     if refused:
         raise RecipeError([Problem((path,), message) for path, message in refused.items()])
 
