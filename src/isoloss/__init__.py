@@ -19,7 +19,9 @@ from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing import pack
 from isoloss.batch.targets import shift_targets
 from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
+from isoloss.losses.router import balancing_loss, router_z_loss
 from isoloss.objectives.loss_model import LossModel
+from isoloss.parallel.routers import RouterLosses
 from isoloss.reduction.gradients import GradientSum, clip_grad_norm_, sum_gradients
 from isoloss.reduction.ledger import Ledger
 from isoloss.reduction.step import Step
@@ -43,13 +45,16 @@ __all__ = [
     "LossModel",
     "PackedBatch",
     "Recipe",
+    "RouterLosses",
     "Step",
     "Term",
     "Topology",
     "Trainer",
+    "balancing_loss",
     "clip_grad_norm_",
     "linear_cross_entropy",
     "pack",
+    "router_z_loss",
     "shift_targets",
     "sum_gradients",
 ]

@@ -32,10 +32,10 @@ def make_corpus(folder: Path, limits: dict[str, int] | None) -> None:
         script.make_corpus(folder, limits)
 
 
-def quickstart(corpus: Path, output: Path, *overrides: str) -> Recipe:
+def quickstart(corpus: Path, output: Path, *overrides: str, name: str = "quickstart") -> Recipe:
     places = [f"data.sources.{n}.path={corpus / name}.jsonl" for n, name in enumerate(CHANNELS)]
     return load_recipe(
-        ROOT / "recipes/quickstart.yaml",
+        ROOT / f"recipes/{name}.yaml",
         [*places, f"data.tokenizer={corpus / 'tokenizer'}", f"train.output_dir={output}", *overrides],
     )
 
@@ -79,6 +79,31 @@ def test_twelve_steps_killed_on_two_ranks_and_resumed_on_four(
     resumed = quickstart(small, tmp_path / "run", *TWELVE, "train.resume_from_checkpoint=auto")
     assert train(resumed, 4, tmp_path) == []
     same_documents(two_ranks, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("quickstart", "parallel.sp_size=2"),
+        ("quickstart", "parallel.cp_size=2"),
+        ("quickstart", "parallel.tp_size=2"),
+        ("quickstart-moe", "parallel.ep_size=2"),
+        ("quickstart-moe", "parallel.cp_size=2"),
+    ],
+)
+def test_the_first_ten_losses_are_those_of_one_process(
+    small: Path, tmp_path: Path, name: str, override: str
+) -> None:
+    short = ["train.max_steps=10", "train.logging_steps=1", "data.eval_fraction=0", "train.eval_steps=null"]
+    alone = quickstart(small, tmp_path / "alone", *short, name=name)
+    assert train(alone, 1, tmp_path) == []
+    assert train(quickstart(small, tmp_path / "split", *short, override, name=name), 2, tmp_path) == []
+    left, right = read_metrics(tmp_path / "alone"), read_metrics(tmp_path / "split")
+    assert len(left) == len(right) == 10
+    for one, other in zip(left, right, strict=True):
+        for metric in one:
+            if metric == "train/loss" or metric.startswith(("loss/", "channel_loss", "tokens/")):
+                assert other[metric] == pytest.approx(one[metric], rel=1e-4), (one["step"], metric)
 
 
 @pytest.mark.slow

@@ -130,6 +130,17 @@ class ObjectiveConfig:
     loss_reduction: Literal["token", "sample", "square"] = "token"
     """Weight of a target: 1, 1 / n or 1 / sqrt(n), where n counts the targets of its document."""
 
+    router_aux_loss_coef: Annotated[_Float, Field(ge=0)] | None = None
+    """Coefficient of the balancing loss of a mixture of experts, which is 1 when experts are balanced; null:
+    no such loss."""
+
+    router_z_loss_coef: Annotated[_Float, Field(ge=0)] | None = None
+    """Coefficient of the router z-loss of a mixture of experts; null: no such loss."""
+
+    router_counts: Literal["previous_step", "window", "micro_batch"] = "previous_step"
+    """Where the expert frequencies of the balancing loss come from: the whole step before, the token's own
+    window, or the windows that all ranks run at the same time."""
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:

@@ -11,11 +11,14 @@ from typing import Any, final
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from isoloss.batch.packed_batch import PackedBatch
 from isoloss.data.sources import SourceSpec
 from isoloss.data.training_data import TERM, DataSettings, TrainingData
-from isoloss.objectives.loss_model import LossModel
+from isoloss.objectives.loss_model import LossModel, causal_lm
+from isoloss.parallel.routers import RouterLosses
 from isoloss.parallel.wrap import compute_context, wrap_model
 from isoloss.reduction.gradients import clip_grad_norm_, sum_gradients
 from isoloss.reduction.ledger import Ledger
@@ -101,7 +104,7 @@ class Trainer:
         self._resume_from = find_checkpoint(self.output_dir, recipe.train.resume_from_checkpoint)
         self.tokenizer = load_tokenizer(recipe)
         self.data = open_data(recipe, self.tokenizer, topology)
-        loss_model = LossModel(build_model(recipe, self.tokenizer))
+        loss_model = LossModel(build_model(recipe, self.tokenizer), router_losses(recipe))
         self.model: Any = loss_model.model
         self._wrapped = wrap_model(
             loss_model, transformer_blocks(self.model), topology, bf16=recipe.train.bf16
@@ -115,7 +118,10 @@ class Trainer:
             weight_decay=recipe.train.weight_decay,
         )
         self.ledger = Ledger(
-            [Term(TERM, recipe.objective.loss_reduction)], channels=self.data.channels, topology=topology
+            declare_terms(recipe),
+            channels=self.data.channels,
+            topology=topology,
+            routing=loss_model.routing,
         )
         self._checkpointer = Checkpointer(
             self.output_dir,
@@ -185,7 +191,7 @@ class Trainer:
         with self.ledger.step(windows, gradients=self._gradients, has_more=has_more) as step:
             for batch in step:
                 with compute_context(self.topology, bf16=self.recipe.train.bf16):
-                    share = self._wrapped(step, batch)
+                    share = self._wrapped(step, batch, text_loss)
                 share.backward()
         limit = self.recipe.train.max_grad_norm
         norm = float(clip_grad_norm_(self._wrapped, float("inf") if limit is None else limit))
@@ -222,7 +228,7 @@ class Trainer:
         with self.ledger.step(self.data.eval_windows, training=False) as step:
             for batch in step:
                 with compute_context(self.topology, bf16=self.recipe.train.bf16):
-                    self._wrapped(step, batch)
+                    self._wrapped(step, batch, text_loss)
         self._wrapped.train()
         return step.metrics()
 
@@ -400,6 +406,36 @@ class Trainer:
             markup=False,
             soft_wrap=True,
         )
+
+
+def text_loss(model: Any, step: Step, batch: PackedBatch) -> Tensor:
+    """The objective of the trainer: next-token cross entropy, beside which there may be router terms."""
+    return causal_lm(model, step, batch, term=TERM)
+
+
+BALANCE_TERM = "moe_balance"
+Z_TERM = "moe_z"
+
+
+def declare_terms(recipe: Recipe) -> list[Term]:
+    """The loss terms of a recipe: the objective's, then those of the routers."""
+    objective = recipe.objective
+    terms = [Term(TERM, objective.loss_reduction)]
+    if objective.router_aux_loss_coef is not None:
+        terms.append(Term(BALANCE_TERM, "source", objective.router_aux_loss_coef))
+    if objective.router_z_loss_coef is not None:
+        terms.append(Term(Z_TERM, "source", objective.router_z_loss_coef))
+    return terms
+
+
+def router_losses(recipe: Recipe) -> RouterLosses | None:
+    """Which router losses the recipe wants; None for none."""
+    objective = recipe.objective
+    balance = BALANCE_TERM if objective.router_aux_loss_coef is not None else None
+    z_loss = Z_TERM if objective.router_z_loss_coef is not None else None
+    if balance is None and z_loss is None:
+        return None
+    return RouterLosses(balance=balance, z=z_loss, counts=objective.router_counts)
 
 
 def open_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> TrainingData:
