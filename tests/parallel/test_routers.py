@@ -3,11 +3,14 @@
 import copy
 import gc
 import math
+import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from exactness.driving import build_window, draw_documents
@@ -307,6 +310,34 @@ def test_nothing_outlives_a_micro_batch() -> None:
     gc.collect()
     hooks = loss_model.router_hooks
     assert len(hooks._tapes) == 0 and hooks._backward() is None and hooks._forward is None
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_router_logits_live_as_long_as_their_layer(recomputed: bool) -> None:
+    """Until the layer's backward; where layers are recomputed, not even until the end of the forward."""
+    model = build_moe()
+    loss_model = LossModel(model, RouterLosses(z="moe_z", counts="micro_batch"))
+    if recomputed:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.24
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    seen: list[StorageWeakRef] = []
+
+    def remember(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        seen.append(StorageWeakRef(outputs[0].untyped_storage()))
+
+    for router in find_routers(model):
+        router.register_forward_hook(remember)
+    terms = [Term("text"), Term("moe_balance", "source"), Term("moe_z", "source")]
+    window = build_window(draw_documents(weighted=False), padded_length=112, channels=False)
+    with Ledger(terms, routing=loss_model.routing).step([window]) as step:
+        for batch in step:
+            share = loss_model(step, batch)
+            gc.collect()
+            assert [logits.expired() for logits in seen] == [recomputed] * 2
+            share.backward()
+            gc.collect()
+            assert all(logits.expired() for logits in seen)
 
 
 def test_a_term_whose_routers_are_silent_is_an_error() -> None:
