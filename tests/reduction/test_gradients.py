@@ -315,3 +315,16 @@ def test_the_norm_of_bfloat16_gradients_is_computed_in_float64():
     assert clip_grad_norm_(nn.ParameterList([parameter]), 1.0).item() == 1000.0
     assert parameter.grad.dtype == torch.bfloat16
     assert parameter.grad[0].item() == pytest.approx(1e-3, rel=4e-3)
+
+
+def test_a_parameter_without_gradient_has_zeros_on_one_rank_as_on_several() -> None:
+    """AdamW decays what has a gradient of zeros and leaves what has None: layouts must agree on which."""
+    model = nn.Linear(2, 1)
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    gradients = sum_gradients(model)
+    batch = PackedBatch(torch.arange(2), {"text": torch.tensor([1, -100])}, Layout([2]))
+    with Ledger([Term("text")]).step([batch], gradients=gradients) as step:
+        for part in step:
+            step.add("text", model(torch.ones(2, 2)).squeeze(-1), part).backward()
+    assert model.unused.grad is not None
+    assert model.unused.grad.tolist() == [0.0, 0.0, 0.0]

@@ -27,9 +27,9 @@ def wrap_model(
         loss_model: the model with its loss, wrapped as a whole so that the head runs inside.
         blocks: its repeated parts, each of which FSDP2 gathers by itself.
         topology: of the run. dp_shard x cp x sp above 1 shards (FSDP2, with dp_replicate above 1 HSDP);
-            else dp_replicate above 1 replicates (DDP, under tp HSDP, as DDP knows no shards). ep above 1 always
-            takes FSDP2, and each layer's experts are then spread over ep, and sharded over the ranks that
-            hold the same ones.
+            else dp_replicate above 1 replicates (DDP, under tp HSDP, as DDP knows no shards). ep above 1
+            always takes FSDP2, and each layer's experts are then spread over ep, and sharded over the ranks
+            that hold the same ones.
         bf16: whether FSDP2 computes in bfloat16 and reduces in float32. For the others see
             `compute_context`.
     """

@@ -156,10 +156,12 @@ class GradientSum:
                 "no backward pass ran for the last micro-batch of the step, so its gradients were not "
                 "reduced; run forward and backward for every micro-batch, also for one without targets"
             )
+        # asked now, not at the start: what was frozen then may be trained now
+        trained = [parameter for parameter in self._unwrapped if parameter.requires_grad]
         if self._group is not None:
-            # asked now, not at the start: what was frozen then may be trained now
-            trained = [parameter for parameter in self._unwrapped if parameter.requires_grad]
             reduce_gradients(trained, self._group)
+        else:
+            fill_gradients(trained)  # an optimizer treats zeros and None differently (weight decay)
         if self._expert_group is not None:
             experts = [parameter for parameter in self._experts if parameter.requires_grad]
             reduce_gradients(experts, self._expert_group)
@@ -212,6 +214,13 @@ def sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fu
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 
+def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Zeros where a parameter has no gradient: what no rank used has a gradient of zero in every layout."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """SUM the gradients of replicated parameters over `group`, coalesced into one vector per dtype.
 
@@ -221,9 +230,7 @@ def reduce_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGrou
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for dtype, members in by_dtype.items():
-        for parameter in members:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        fill_gradients(members)
         gradients = [
             parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             for parameter in members

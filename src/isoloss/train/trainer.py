@@ -47,8 +47,13 @@ class NonFiniteError(RuntimeError):
 
 def run(recipe: Recipe, console: Console | None = None) -> None:
     """Train a recipe as one rank of the run that this process has joined, or alone."""
+    Trainer(recipe, console=console).train()
+
+
+def build_topology(recipe: Recipe) -> Topology:
+    """The topology of a recipe's parallel section, over the ranks that this process has joined."""
     parallel = recipe.parallel
-    topology = Topology(
+    return Topology(
         dp_replicate_size=parallel.dp_replicate_size,
         dp_shard_size=parallel.dp_shard_size,
         cp_size=parallel.cp_size,
@@ -57,7 +62,6 @@ def run(recipe: Recipe, console: Console | None = None) -> None:
         ep_size=parallel.ep_size,
         device=training_device(),
     )
-    Trainer(recipe, topology, console).train()
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Trainer:
 
     Args:
         recipe: what to train.
-        topology: of the run.
+        topology: of the run; None: made from the recipe's parallel section.
         console: where rank 0 shows progress; None: standard output.
 
     Raises:
@@ -94,7 +98,10 @@ class Trainer:
     Collectives: every rank constructs it alike, and calls `train`.
     """
 
-    def __init__(self, recipe: Recipe, topology: Topology, console: Console | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, topology: Topology | None = None, *, console: Console | None = None
+    ) -> None:
+        topology = build_topology(recipe) if topology is None else topology
         self.recipe = recipe
         self.topology = topology
         self.output_dir = Path(recipe.train.output_dir)
