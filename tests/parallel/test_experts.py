@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import use_experts_implementation
 
@@ -216,3 +217,17 @@ def test_a_dense_model_has_no_experts_to_spread() -> None:
     model = build_moe()
     shard_experts(model, Topology())
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_experts_are_spread_once_and_before_anything_else() -> None:
+    topology = Topology(ep_size=2)
+    model = build_moe()
+    shard_experts(model, topology)
+    held = [parameter.to_local().shape for parameter in find_experts(model)[0].parameters()]
+    shard_experts(model, topology)
+    assert [parameter.to_local().shape for parameter in find_experts(model)[0].parameters()] == held
+    sharded = build_moe()
+    fully_shard(sharded, mesh=topology.fsdp_mesh)
+    with pytest.raises(ValueError, match="experts go over ep first"):
+        shard_experts(sharded, topology)

@@ -39,7 +39,8 @@ def shard_experts(model: nn.Module, topology: Topology) -> None:
         topology: of the run; nothing happens where ep_size is 1.
 
     Raises:
-        ValueError: the model has no such experts, or ep_size does not divide their number.
+        ValueError: the model has no such experts, ep_size does not divide their number, or they are spread
+            over other ranks already.
     """
     if topology.ep_mesh is None:
         return
@@ -60,8 +61,13 @@ def shard_experts(model: nn.Module, topology: Topology) -> None:
             ALL_EXPERTS_FUNCTIONS.register(registered, functools.partial(dispatched_experts, local=name))
             config._experts_implementation = registered
         for key, parameter in list(experts.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):  # a second call changes nothing
-                continue
+            if isinstance(parameter, DTensor):
+                if parameter.device_mesh != topology.ep_mesh:
+                    raise ValueError(
+                        f"{key} is spread over {parameter.device_mesh} already; experts go over ep first, "
+                        "before a tensor plan or fully_shard"
+                    )
+                continue  # a second call changes nothing
             experts.register_parameter(key, _shard(parameter, topology.ep_mesh, topology.ep_rank))
 
 
