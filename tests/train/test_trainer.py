@@ -270,3 +270,30 @@ def test_rows_that_are_not_packed_whole_are_recorded_and_counted(corpus: Path, t
         assert record["tokens_in"] == sum(
             record[name] for name in ("tokens_packed", "tokens_truncated", "tokens_dropped")
         )
+
+
+MIXTURE = (
+    "model.config={model_type: qwen3_moe, vocab_size: 64, hidden_size: 32, intermediate_size: 48, "
+    "moe_intermediate_size: 16, num_experts: 4, num_experts_per_tok: 2, num_hidden_layers: 2, "
+    "num_attention_heads: 4, num_key_value_heads: 2, norm_topk_prob: true}",
+    "objective.router_aux_loss_coef=0.02",
+    "objective.router_z_loss_coef=0.001",
+)
+
+
+def test_a_mixture_of_experts_killed_and_resumed_is_the_same_to_the_bit(corpus: Path, tmp_path: Path) -> None:
+    """The expert frequencies of the step before are part of the checkpoint; ep_size may change on resume."""
+    assert train(recipe(corpus, tmp_path / "whole", *MIXTURE), 2, tmp_path) == []
+    lines = read_metrics(tmp_path / "whole")
+    assert lines[1]["loss/moe_balance"] == pytest.approx(1.0)
+    assert lines[-1]["moe/max_violation"] > 0
+    train(recipe(corpus, tmp_path / "run", *MIXTURE), 2, tmp_path, kill_after_step=7)
+    resumed = recipe(corpus, tmp_path / "run", *MIXTURE, "train.resume_from_checkpoint=auto")
+    assert train(resumed, 2, tmp_path) == []
+    assert differences(numbers(tmp_path / "whole"), numbers(tmp_path / "run"), 0.0) == []
+    train(recipe(corpus, tmp_path / "spread", *MIXTURE), 2, tmp_path, kill_after_step=7)
+    spread = recipe(
+        corpus, tmp_path / "spread", *MIXTURE, "train.resume_from_checkpoint=auto", "parallel.ep_size=2"
+    )
+    assert train(spread, 2, tmp_path) == []
+    assert differences(numbers(tmp_path / "whole"), numbers(tmp_path / "spread"), 2e-4) == []
