@@ -81,14 +81,19 @@ def own_layouts() -> Iterator[AuditLayout]:
                 accumulation=accumulation,
                 sizes=axes,
             )
-    for world_size, size in ((2, 2), (4, 4), (4, 2)):
-        dp = world_size // size
+    for name, world_size, sizes in (
+        ("ep2", 2, {"ep_size": 2}),
+        ("ep4", 4, {"ep_size": 4}),
+        ("dp4 ep2", 4, {"ep_size": 2}),
+        ("ep2 cp2", 4, {"ep_size": 2, "cp_size": 2}),
+        ("ep2 sp2", 4, {"ep_size": 2, "sp_size": 2}),
+    ):
         yield AuditLayout(
-            name=f"ep{size}" if dp == 1 else f"dp{dp} ep{size}",
+            name=name,
             world_size=world_size,
             strategy="fsdp2",
             accumulation=3,
-            sizes={"ep_size": size},
+            sizes=sizes,
             experts_only=True,
         )
 
