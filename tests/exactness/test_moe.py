@@ -84,7 +84,8 @@ class Case:
 
     def data_size(self, ranks: int) -> int:
         sizes = self.topology_sizes
-        return max(ranks, 1) // (sizes.get("cp_size", 1) * sizes.get("sp_size", 1))
+        shared = (sizes.get(axis, 1) for axis in ("cp_size", "sp_size", "tp_size"))
+        return max(ranks, 1) // math.prod(shared)
 
 
 def cases(ranks: int) -> list[Case]:
@@ -188,6 +189,8 @@ def oversized_experts(loss_model: LossModel, topology: Topology, wrapped: bool) 
     parts = topology.ep_size
     if wrapped and (topology.ep_size > 1 or topology.dp_replicate_size == 1):
         parts = topology.world_size  # ep x expert_data
+        if topology.ep_size > 1:
+            parts //= topology.tp_size  # each tensor rank has whole experts then
     return [] if held * parts == whole else [f"{held} bytes of experts, expected {whole} / {parts}"]
 
 

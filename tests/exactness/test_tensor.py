@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from exactness import test_moe as moe
 from exactness.driving import (
     CHANNELS,
     Wrapped,
@@ -116,3 +117,25 @@ def test_row_8_tensor_ranks_give_the_answer_of_the_oracle(ranks: int) -> None:
     answers = {(one.kind, one.reduction): oracle(one.kind, one.reduction) for one in chosen}
     for rank, failures in enumerate(run_on_ranks(ranks, run_configurations, chosen, answers, timeout_s=240)):
         assert not failures, f"rank {rank}: {len(failures)} differences\n" + "\n".join(failures[:20])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(2, {"tp_size": 2}), (4, {"tp_size": 2}), (4, {"tp_size": 2, "ep_size": 2})]
+)
+def test_mixtures_of_experts_on_tensor_ranks(ranks: int, sizes: dict[str, int]) -> None:
+    """Rows 25 and 26: router losses, expert counts, every gradient; experts cut, or whole ones over ep.
+
+    Mixtral without ep stays out: its routing weights are float32 in a float64 model, and the ranks' parts of
+    their gradient are rounded before the sum (1e-7 of the embedding's gradient).
+    """
+    chosen = [
+        moe.Case(kind, tuple(sizes.items()), True, accumulation, counts, empty_rank=False)
+        for kind, accumulation, counts in (
+            ("qwen3-moe", 3, "previous_step"),
+            ("qwen3-moe-idle", 1, "micro_batch"),
+            *((("mixtral", 3, "window"),) if "ep_size" in sizes else ()),
+        )
+    ]
+    answers = {case: moe.answers_of(case, ranks) for case in chosen}
+    for rank, failures in enumerate(run_on_ranks(ranks, moe.run_cases, chosen, answers, ranks)):
+        assert not failures, f"rank {rank}:\n" + "\n".join(failures[:20])

@@ -2,6 +2,6 @@
 
 from isoloss.losses.linear_cross_entropy.chunked import chunk_rows
 from isoloss.losses.linear_cross_entropy.interface import Backend, linear_cross_entropy
-from isoloss.losses.linear_cross_entropy.problem import LinearCrossEntropyOutput
+from isoloss.losses.linear_cross_entropy.problem import LinearCrossEntropyOutput, VocabularyShard
 
-__all__ = ["Backend", "LinearCrossEntropyOutput", "chunk_rows", "linear_cross_entropy"]
+__all__ = ["Backend", "LinearCrossEntropyOutput", "VocabularyShard", "chunk_rows", "linear_cross_entropy"]

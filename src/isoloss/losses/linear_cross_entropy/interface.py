@@ -62,8 +62,8 @@ def linear_cross_entropy(
         vocab_group: process group over whose ranks the vocabulary is spread. `weight`, `bias` and b are then
             this rank's slices, of any size, in the order of the ranks; `hidden`, `targets` (classes of the
             whole vocabulary), `token_weights` and a must be the same on every rank, and gradients of hidden
-            and a come out complete. A `VocabularyShard` (`isoloss.losses.linear_cross_entropy.
-            vocab_parallel`) instead of a group saves the collective that asks for the sizes.
+            and a come out complete. A `VocabularyShard` (`vocab_parallel.find_shard`, `shard_of`) instead of
+            a group saves the collective that asks for the sizes. torch.compile runs this path eagerly.
         backend: "chunked", "reference" (full logits, plain autograd), or "auto", the fastest that applies.
 
     Returns:
