@@ -181,7 +181,8 @@ def test_a_misspelt_section() -> None:
 def test_a_key_without_a_neighbour_lists_the_keys() -> None:
     message = fault(GOOD + "objective:\n  zzz: 1\n")
     assert message == (
-        "recipe.yaml:14: objective.zzz is not a key of objective; use one of type, loss_reduction"
+        "recipe.yaml:14: objective.zzz is not a key of objective; use one of type, loss_reduction, "
+        "router_aux_loss_coef, router_z_loss_coef, router_counts"
     )
 
 
