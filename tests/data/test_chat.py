@@ -206,6 +206,17 @@ def test_what_a_template_refuses_is_an_error_with_its_words() -> None:
         document({"messages": CHAT}, REFUSING)
 
 
+def test_parts_are_not_trained_as_the_text_of_a_python_list() -> None:
+    parts = [{"type": "text", "text": "hello"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}
+    with pytest.raises(RowError, match=r"messages\[0\]\.content is a list of parts.*data\.chat_template"):
+        Tokeniser(byte_tokenizer(PLAIN), "assistant").document(row, 0)
+    content = "m['content'] if m['content'] is string else m['content'][0]['text']"
+    knows_parts = PLAIN.replace("m['content']", content)
+    document = Tokeniser(byte_tokenizer(knows_parts), "assistant").document(row, 0)
+    assert "hello" in byte_tokenizer().decode(document.input_ids)
+
+
 def test_tools_reach_the_template() -> None:
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
     tools = [{"type": "function", "function": {"name": "add"}}]

@@ -1,13 +1,18 @@
 """What a row may hold, and what is said of one that holds something else."""
 
-from typing import Any
+import copy
+from typing import Any, get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from data.corpora import MARKED, PLAIN, REWRITING, byte_tokenizer
 from isoloss.data.errors import RowError
 from isoloss.data.rows import (
     Completion,
     Conversation,
+    LossOn,
     Text,
     Tokens,
     check_row,
@@ -16,6 +21,7 @@ from isoloss.data.rows import (
     row_channel,
     row_weight,
 )
+from isoloss.data.tokenising import Tokeniser
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -134,6 +140,13 @@ def test_the_channel_is_named_by_the_row_or_its_source() -> None:
         ({"input_ids": [1, 2], "labels": [1, 50]}, "labels holds 50, the vocabulary has 50 entries"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "labels has no target behind the first token"),
         ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "attention_mask holds 0, so input_ids is padded"),
+        ({"input_ids": [1, 2], "attention_mask": 1}, "attention_mask must be a list, got 1"),
+        (
+            {"messages": [USER, {**ANSWER, "content": 5}]},
+            r"messages\[1\]\.content must be a string, or a list",
+        ),
+        ({"messages": [USER, {**ANSWER, "content": ["a"]}]}, r"list of parts as objects, got \['a'\]"),
+        ({"conversations": [{"from": "gpt", "value": {}}]}, r"conversations\[0\]\.value must be a string"),
         ({"text": "a", "weight": "2"}, r"weight must be a number from 0, got '2' \(str\)"),
         ({"text": "a", "weight": float("nan")}, "weight must be a number from 0, got nan"),
         ({"text": "a", "weight": -0.5}, "weight must be a number from 0, got -0.5"),
@@ -165,3 +178,73 @@ def test_fields_that_are_nearly_ours_are_pointed_out() -> None:
     assert near_misses({"input_ids": [1], "label": [1]}) == [
         "the field 'label' is not read; did you mean 'labels'?"
     ]
+
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 40)
+    | st.floats()
+    | st.sampled_from(["", "x", "user", "assistant", "gpt", "system"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "loss", "x"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+_GOOD: list[dict[str, Any]] = [
+    {"messages": [USER, ANSWER, USER, ANSWER]},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"prompt": "p", "completion": "c"},
+    {"prompt": [USER], "completion": [ANSWER]},
+    {"text": "t"},
+    {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1]},
+]
+_ADDED = ("loss", "weight", "channel", "source", "tools", "tool_calls", "attention_mask", "content", "name")
+
+
+@st.composite
+def _damaged(draw: st.DrawFn) -> dict[str, Any]:
+    """A good row with a few values taken out or replaced, at any depth."""
+    row = copy.deepcopy(draw(st.sampled_from(_GOOD)))
+    for _ in range(draw(st.integers(1, 3))):
+        here: Any = row
+        while True:
+            keys = [*here, *_ADDED] if isinstance(here, dict) else list(range(len(here)))
+            key = draw(st.sampled_from(keys))
+            is_there = key in here if isinstance(here, dict) else True
+            if is_there and isinstance(here[key], dict | list) and here[key] and draw(st.booleans()):
+                here = here[key]
+                continue
+            if is_there and draw(st.integers(0, 4)) == 0:
+                del here[key]
+            else:
+                here[key] = draw(_VALUES)
+            break
+    return row
+
+
+_TOKENISERS = [
+    Tokeniser(byte_tokenizer(template), loss_on)
+    for template in (PLAIN, MARKED, REWRITING)
+    for loss_on in get_args(LossOn)
+]
+
+
+@settings(max_examples=300)
+@given(_damaged(), st.sampled_from(get_args(LossOn)), st.integers(0, 2))
+def test_whatever_a_row_holds_it_is_a_document_or_a_fault_in_our_words(
+    row: dict[str, Any], loss_on: LossOn, template: int
+) -> None:
+    """Never a raw traceback; and what the survey lets pass has a target once it is tokenised."""
+    tokeniser = _TOKENISERS[3 * template + get_args(LossOn).index(loss_on)]
+    try:
+        check_row(row, loss_on=loss_on, vocabulary_size=300)
+        row_channel(row, "s")
+        document = tokeniser.document(row, 0)
+    except RowError as error:
+        assert len(str(error)) > 20
+    else:
+        assert len(document) == 1 or document.labels is None or (document.labels[1:] != -100).any()

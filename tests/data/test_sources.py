@@ -75,6 +75,24 @@ def test_a_large_file_is_mapped_and_gives_the_same_rows(
     assert rows(path) == [{"text": "d"}]  # not what the cache holds of the file before
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_file_of_the_same_name_and_size_is_not_served_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(shards, "_SMALL_FILE_BYTES", 0)
+    found, sizes = [], set()
+    for text in ("aaa", "bbb"):
+        path = tmp_path / name
+        if path.suffix == ".jsonl":
+            write_rows(path, [{"text": text}])
+        else:
+            datasets.Dataset.from_list([{"text": text}]).to_parquet(path)
+        found += rows(path)
+        sizes.add(path.stat().st_size)
+    assert found == [{"text": "aaa"}, {"text": "bbb"}]
+    assert len(sizes) == 1
+
+
 def _count(path: Path, results: Any) -> None:
     results.put(len(source(path)))
 

@@ -185,6 +185,13 @@ def test_faults_of_all_sources_are_shown_at_once(tmp_path: Path) -> None:
     assert ["'c'" in line or "'d'" in line for line in str(caught.value).splitlines()] == [True, True]
 
 
+def test_token_ids_of_another_tokenizer_are_named_before_the_run(tmp_path: Path) -> None:
+    size = len(byte_tokenizer())
+    path = write_rows(tmp_path / "a.jsonl", [{"input_ids": [0, size - 1]}, {"input_ids": [0, size]}])
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: input_ids holds {size}, the vocabulary has {size} "):
+        open_data([spec(path)])
+
+
 def test_row_22_two_sources_never_have_one_name(tmp_path: Path) -> None:
     """Row 22: they would share a curve and an order."""
     path = numbered(tmp_path / "a.jsonl", 9)

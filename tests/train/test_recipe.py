@@ -463,6 +463,7 @@ def test_sizes_that_do_not_multiply_to_the_world_size() -> None:
         ("objective.type=preference", "objective.type"),
         ("objective.type=policy_gradient", "objective.type"),
         ("model.lora={r: 8}", "model.lora"),
+        ("data.num_workers=2", "data.num_workers"),
         ("train.profile=true", "train.profile"),
         ("train.peak_flops=1e15", "train.peak_flops"),
         ("model.attention=flash", "model.attention"),

@@ -192,6 +192,13 @@ class _Turns:
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RowError(f"the chat template refuses the messages: {error}") from error
+        for number, message in enumerate(self.messages[:count]):
+            if isinstance(message.get("content"), list) and str(message["content"]) in texts[0]:
+                raise RowError(
+                    f"messages[{number}].content is a list of parts, which the chat template writes out as "
+                    f"{str(message['content'])[:40]!r}; give a string, or a template that knows parts in "
+                    "data.chat_template"
+                )
         return texts[0], [(start, stop) for start, stop in blocks[0]] if blocks else []
 
 

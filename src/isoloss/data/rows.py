@@ -258,8 +258,15 @@ def _messages(value: object, field: str) -> list[Message]:
                 )
         if not isinstance(turn["role"], str):
             raise RowError(f"{field}[{number}].role must be a string, got {_shown(turn['role'])}")
+        _check_text(turn.get("content", ""), f"{field}[{number}].content")
         turns.append(turn)
     return turns
+
+
+def _check_text(value: object, field: str) -> None:
+    is_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    if not isinstance(value, str) and not is_parts:
+        raise RowError(f"{field} must be a string, or a list of parts as objects, got {_shown(value)}")
 
 
 def _sharegpt(value: object) -> list[Message]:
@@ -279,6 +286,7 @@ def _sharegpt(value: object) -> list[Message]:
             raise RowError(
                 f"conversations[{number}].from is {_shown(role)}; use one of {', '.join(_SHAREGPT_ROLES)}"
             )
+        _check_text(part["value"], f"conversations[{number}].value")
         extra = {name: part[name] for name in ("loss", "weight") if part.get(name) is not None}
         turns.append({"role": _SHAREGPT_ROLES[role], "content": part["value"], **extra})
     return turns
@@ -311,8 +319,10 @@ def _tokens(given: Mapping[str, Any]) -> Tokens:
         raise RowError("input_ids is empty; leave the row out")
     if any(token < 0 for token in ids):
         raise RowError(f"input_ids holds {min(ids)}; token ids start at 0")
-    mask = given.get("attention_mask")
-    if mask is not None and 0 in mask:
+    mask = given.get("attention_mask", [])
+    if not isinstance(mask, list):
+        raise RowError(f"attention_mask must be a list, got {_shown(mask)}; leave it out")
+    if 0 in mask:
         raise RowError(
             "attention_mask holds 0, so input_ids is padded; give the tokens of the document alone, windows "
             "are packed here"

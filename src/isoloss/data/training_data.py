@@ -56,7 +56,6 @@ class TrainingData:
         tokenizer: of the model.
         data_rank: this rank's place among those that read different windows.
         data_size: how many such ranks there are.
-        vocabulary_size: of the model; None: that of the tokenizer.
 
     Raises:
         DataError: rows at fault (with file and line), an empty source, or sources too small for the mixture.
@@ -69,7 +68,6 @@ class TrainingData:
         *,
         data_rank: int,
         data_size: int,
-        vocabulary_size: int | None = None,
     ) -> None:
         self._settings = settings
         self._data_rank = data_rank
@@ -79,7 +77,7 @@ class TrainingData:
         weights = _weights(settings.sources)
         self._sources = _open_sources(settings.sources)
         surveys = [
-            source.survey(loss_on=settings.loss_on, vocabulary_size=vocabulary_size or len(tokenizer))
+            source.survey(loss_on=settings.loss_on, vocabulary_size=len(tokenizer))
             for source in self._sources
         ]
         _raise_faults(

@@ -335,7 +335,7 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
     Raises:
         RecipeError: names each such key.
     """
-    model, objective, train = recipe.model, recipe.objective, recipe.train
+    model, data, objective, train = recipe.model, recipe.data, recipe.objective, recipe.train
     refused: dict[KeyPath, str] = {}
     if objective and objective.type != "causal_lm":
         refused["objective", "type"] = f"objective.type {objective.type} is not built yet; use causal_lm"
@@ -344,6 +344,12 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
     if model and model.attention in ("varlen", "flash"):
         message = f"model.attention {model.attention} is not built yet; use auto or sdpa"
         refused["model", "attention"] = message
+    if data and data.num_workers:
+        message = (
+            f"data.num_workers {data.num_workers} is not built yet; remove it: the training process makes "
+            "the windows itself"
+        )
+        refused["data", "num_workers"] = message
     if train and train.profile:
         refused["train", "profile"] = "train.profile is not built yet; remove it"
     if train and train.peak_flops is not None:
