@@ -13,6 +13,7 @@ from isoloss.batch.packing import Packer
 from isoloss.data import training_data
 from isoloss.data.errors import DataError
 from isoloss.data.lanes import Key, Lane, MixtureSpec, Permutations
+from isoloss.data.ordering import random_order
 from isoloss.data.sources import SourceSpec
 from isoloss.data.training_data import DataSettings, TrainingData
 
@@ -227,8 +228,8 @@ def test_a_conversation_without_a_chat_template_is_named_before_the_run(tmp_path
 
 PICKY = (
     "{% for m in messages %}{% if m['content'] == 'bad' %}{{ raise_exception('bad word') }}{% endif %}"
-    "{% endfor %}" + PLAIN
-)
+    "{% endfor %}"
+) + PLAIN
 
 
 def test_what_a_template_refuses_is_named_with_file_and_line(tmp_path: Path) -> None:
@@ -349,11 +350,10 @@ def test_lanes_in_different_passes_do_not_make_orders_over_and_over(monkeypatch:
         names=("a",), row_counts=(50,), weights=None, weight_by="token", num_lanes=2, seed=0, num_passes=None
     )
     calls: list[tuple[Any, ...]] = []
-    original = training_data_random_order()
 
     def counted(*key: Any) -> Any:
         calls.append(key)
-        return original(*key)
+        return random_order(*key)
 
     monkeypatch.setattr("isoloss.data.lanes.random_order", counted)
     permutations = Permutations(mixture)
@@ -361,9 +361,3 @@ def test_lanes_in_different_passes_do_not_make_orders_over_and_over(monkeypatch:
         permutations.part(0, 0, 0, 2)
         permutations.part(0, 1, 1, 2)
     assert len(calls) == 2
-
-
-def training_data_random_order() -> Any:
-    from isoloss.data.ordering import random_order
-
-    return random_order
