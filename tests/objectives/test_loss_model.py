@@ -142,6 +142,19 @@ def test_a_module_of_ones_own(bias, wraps_output):
     assert toy.seen == [((1, 5), [[0, 1, 2, 0, 1]], batch.layout)]
 
 
+def test_a_head_may_be_the_embedding_itself():
+    torch.manual_seed(0)
+    toy = ToyModel(bias=False, wraps_output=False)
+    toy.head = toy.embedding
+    batch = window([3, 2], alignment=1)
+    metrics, gradients = train_step(LossModel(toy), batch)
+    logits = toy.embedding(batch.input_ids) @ toy.embedding.weight.T
+    expected = cross_entropy(logits, batch.targets["text"], ignore_index=-100)
+    assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-14)
+    [right] = torch.autograd.grad(expected, [toy.embedding.weight])
+    torch.testing.assert_close(gradients["model.embedding.weight"], right, rtol=0, atol=1e-15)
+
+
 def test_it_has_no_parameter_of_its_own():
     toy = ToyModel(True, False)
     assert [id(p) for p in LossModel(toy).parameters()] == [id(p) for p in toy.parameters()]

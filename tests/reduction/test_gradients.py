@@ -328,3 +328,88 @@ def test_a_parameter_without_gradient_has_zeros_on_one_rank_as_on_several() -> N
             step.add("text", model(torch.ones(2, 2)).squeeze(-1), part).backward()
     assert model.unused.grad is not None
     assert model.unused.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+# -- uses that would otherwise train with a wrong gradient and say nothing
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@on_ranks(2)
+def test_a_backward_after_the_block_raises(kind):
+    """Wrappers miss the backward when the block ends; of a plain module it is seen when it runs."""
+    topology = Topology()
+    model = wrap(kind, Gain(), topology)
+    ledger = Ledger([Term("text")], topology=topology)
+    with pytest.raises(RuntimeError, match="after the block|no backward pass ran"):
+        with ledger.step([window(2)], gradients=sum_gradients(model, topology)) as step:
+            for batch in step:
+                share = model(step, batch, torch.ones(2, dtype=F64))
+        share.backward()
+
+
+@on_ranks(2)
+def test_sharding_after_sum_gradients_raises():
+    topology = Topology()
+    model = Gain()
+    gradients = sum_gradients(model, topology)
+    fully_shard(model, mesh=topology.fsdp_mesh)
+    ledger = Ledger([Term("text")], topology=topology)
+    with (
+        pytest.raises(RuntimeError, match="fully_shard was called after sum_gradients"),
+        ledger.step([window(2)], gradients=gradients),
+    ):
+        pass
+
+
+@on_ranks(2)
+def test_a_forward_without_backward_does_not_reach_the_next_step_of_ddp():
+    """DDP waits for the backward of the last forward, and would reduce in the next one: sums, twice."""
+    topology = Topology()
+    model = wrap("ddp", Gain(), topology)
+    gradients = sum_gradients(model, topology)
+    ledger = Ledger([Term("text")], topology=topology)
+    costs = torch.tensor([2.0, 4.0 * dist.get_rank()], dtype=F64)
+    with pytest.raises(KeyError), ledger.step([window(2)], gradients=gradients) as step:
+        for batch in step:
+            model(step, batch, costs)
+            raise KeyError
+    with ledger.step([window(2)] * 3, gradients=gradients) as step:
+        for batch in step:
+            model(step, batch, costs).backward()
+    assert whole(model.module.weight) == pytest.approx([2.0], rel=1e-15)
+
+
+class WithUnused(Gain):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(2, dtype=F64))
+
+
+@on_ranks(2)
+def test_ddp_that_waits_for_unused_parameters_raises():
+    topology = Topology()
+    model = wrap("ddp", WithUnused(), topology)
+    ledger = Ledger([Term("text")], topology=topology)
+    with (
+        pytest.raises(RuntimeError, match="find_unused_parameters=True"),
+        ledger.step([window(2)], gradients=sum_gradients(model, topology)) as step,
+    ):
+        for batch in step:
+            model(step, batch, torch.ones(2, dtype=F64)).backward()
+
+
+@on_ranks(2)
+def test_an_unused_parameter_has_zeros_under_every_wrapper():
+    topology = Topology()
+    for kind in ("plain", "ddp", "fsdp2"):
+        model = WithUnused()
+        if kind == "ddp":
+            model = DistributedDataParallel(model, find_unused_parameters=True)
+        else:
+            model = wrap(kind, model, topology)
+        ledger = Ledger([Term("text")], topology=topology)
+        with ledger.step([window(2)] * 2, gradients=sum_gradients(model, topology)) as step:
+            for batch in step:
+                model(step, batch, torch.ones(2, dtype=F64)).backward()
+        [unused] = [value for name, value in model.named_parameters() if name.endswith("unused")]
+        assert whole(unused) == [0.0, 0.0]

@@ -37,8 +37,9 @@ class LossModel(nn.Module):
     Args:
         model: a transformers causal language model, or any module with `get_decoder()` (called with
             `PackedBatch.model_inputs()`; returns hidden states [1, T, H], or an output that has them as
-            `last_hidden_state`) and `get_output_embeddings()` (the head, with a `weight` [V, H]). With an
-            objective of your own the model can be anything.
+            `last_hidden_state`) and `get_output_embeddings()` (the head: a module with `weight` [V, H] and
+            `bias` [V] or None, or the embedding itself). With an objective of your own the model can be
+            anything.
         router_losses: losses of the routers of a mixture of experts, entered in every forward by hooks on
             them; None: none.
         routers: see `isoloss.parallel.routers.RouterHooks`.
@@ -100,7 +101,8 @@ def causal_lm(
     output = model.get_decoder()(**batch.model_inputs(), **decoder_options)
     hidden = output if isinstance(output, Tensor) else output.last_hidden_state
     head = model.get_output_embeddings()
-    return step.loss(hidden, head.weight, batch, term=term, bias=head.bias, **kernel_options)
+    bias = None if isinstance(head, nn.Embedding) else head.bias
+    return step.loss(hidden, head.weight, batch, term=term, bias=bias, **kernel_options)
 
 
 def logit_options(config: Any) -> dict[str, float]:

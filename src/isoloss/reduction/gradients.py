@@ -52,6 +52,8 @@ class GradientSum:
 
     def __init__(self, module: nn.Module, topology: Topology | None) -> None:
         modules = list(module.modules())
+        self._module = module
+        self._is_open = False
         self._sharded = [part for part in modules if isinstance(part, FSDPModule)]
         self._replicated = [part for part in modules if isinstance(part, DistributedDataParallel)]
         if topology is not None:
@@ -62,8 +64,9 @@ class GradientSum:
             # Neither setter recurses, and with the factor alone gloo refuses its PREMUL_SUM.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        for ddp in self._replicated:
-            ddp.register_comm_hook(ddp.process_group, sum_bucket)
+        self._reductions = [BucketReduction(ddp) for ddp in self._replicated]
+        for reduction in self._reductions:
+            reduction.ddp.register_comm_hook(reduction, sum_bucket)
         handled = {
             id(parameter)
             for ddp in self._replicated
@@ -109,9 +112,22 @@ class GradientSum:
         self._backwards: set[int] = set()
 
     def begin(self) -> None:
-        """Start a step: no backward has been synchronised yet."""
+        """Start a step: no backward has been synchronised yet.
+
+        Raises:
+            RuntimeError: a part of the module was sharded after `sum_gradients`; it would average.
+        """
+        known = {id(part) for part in self._sharded}
+        if any(isinstance(part, FSDPModule) and id(part) not in known for part in self._module.modules()):
+            raise RuntimeError(
+                "fully_shard was called after sum_gradients, so gradients would be averaged, not summed; "
+                "call isoloss.sum_gradients on the module that fully_shard has wrapped"
+            )
         self._backwards.clear()
         self._has_finished = False
+        self._is_open = True
+        for reduction in self._reductions:
+            reduction.is_complete = False
         self.synchronise(False)
 
     def synchronise(self, enabled: bool) -> None:
@@ -126,9 +142,15 @@ class GradientSum:
         """Note that a backward pass reached a share of the step.
 
         Raises:
-            RuntimeError: it is the second one that the wrappers reduce. A mean would survive that, a sum
-                counts what was reduced before once per rank.
+            RuntimeError: the step has ended, so nothing would sum this gradient over the ranks; or it is the
+                second one that the wrappers reduce. A mean would survive that, a sum counts what was reduced
+                before once per rank.
         """
+        if not self._is_open and self._group is not None:
+            raise RuntimeError(
+                "a backward pass ran after the block of its step had ended, when gradients were summed "
+                "already; call backward inside `with ledger.step(...) as step:`"
+            )
         if not self._synchronises:
             return
         self._backwards.add(graph_task)
@@ -148,7 +170,8 @@ class GradientSum:
         float32.
 
         Raises:
-            RuntimeError: wrappers wait for a backward pass that did not run.
+            RuntimeError: wrappers wait for a backward pass that did not run, or DDP for parameters that the
+                pass did not reach.
         """
         wrapped = self._sharded or self._replicated
         if wrapped and not self._backwards:
@@ -156,18 +179,24 @@ class GradientSum:
                 "no backward pass ran for the last micro-batch of the step, so its gradients were not "
                 "reduced; run forward and backward for every micro-batch, also for one without targets"
             )
+        if not all(reduction.is_complete for reduction in self._reductions):
+            raise RuntimeError(
+                "DDP has not reduced every gradient: some parameters had no part in the loss of the last "
+                "micro-batch on this rank; freeze them, or wrap with DistributedDataParallel(..., "
+                "find_unused_parameters=True)"
+            )
         # asked now, not at the start: what was frozen then may be trained now
         trained = [parameter for parameter in self._unwrapped if parameter.requires_grad]
         if self._group is not None:
             reduce_gradients(trained, self._group)
-        else:
-            fill_gradients(trained)  # an optimizer treats zeros and None differently (weight decay)
         if self._expert_group is not None:
             experts = [parameter for parameter in self._experts if parameter.requires_grad]
             reduce_gradients(experts, self._expert_group)
         if self._tensor_group is not None:
             partial = [parameter for parameter in self._partial if parameter.requires_grad]
             reduce_gradients(partial, self._tensor_group)
+        # an optimizer treats zeros and None differently (weight decay)
+        fill_gradients(parameter for parameter in self._module.parameters() if parameter.requires_grad)
         self._has_finished = True
 
     def end(self) -> None:
@@ -182,6 +211,7 @@ class GradientSum:
                 discard_unreduced(part)
         self.synchronise(True)
         self._synchronises = False
+        self._is_open = False
         self._backwards.clear()
 
 
@@ -206,9 +236,29 @@ def discard_unreduced(part: FSDPModule) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: SUM instead of the mean; buckets below 32 bits are summed in float32."""
+@final
+class BucketReduction:
+    """What DDP has reduced of one module's gradients in a step."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self.is_complete = False
+        """Whether the last bucket was reduced; buckets are reduced in order."""
+
+
+def sum_bucket(reduction: BucketReduction, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: SUM instead of the mean; buckets below 32 bits are summed in float32.
+
+    After a forward whose backward never ran, DDP reduces in the next backward even if that is not to be
+    synchronised. A mean would survive that; here the bucket stays this rank's own.
+    """
     buffer = bucket.buffer()
+    if not reduction.ddp.require_backward_grad_sync:
+        unchanged = torch.futures.Future[Tensor]()
+        unchanged.set_result(buffer)
+        return unchanged
+    reduction.is_complete |= bucket.is_last()
+    group = reduction.ddp.process_group
     wide = buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else buffer
     work = dist.all_reduce(wide, group=group, async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
