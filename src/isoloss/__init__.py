@@ -17,6 +17,7 @@ from isoloss.batch.document import IGNORE_INDEX, Document
 from isoloss.batch.layout import Layout
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing import pack
+from isoloss.batch.packing_record import PackingRecord
 from isoloss.batch.targets import shift_targets
 from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
 from isoloss.losses.router import balancing_loss, router_z_loss
@@ -44,6 +45,7 @@ __all__ = [
     "LinearCrossEntropyOutput",
     "LossModel",
     "PackedBatch",
+    "PackingRecord",
     "Recipe",
     "RouterLosses",
     "Step",

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,6 +87,8 @@ class _Rank(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 the run failed, 2 the command or the recipe is wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # Checkpoints of one process are meant to be; torch warns of each as if a process group were missing.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
         status = _run(given)
     except ModuleNotFoundError as error:

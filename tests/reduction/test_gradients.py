@@ -413,3 +413,9 @@ def test_an_unused_parameter_has_zeros_under_every_wrapper():
                 model(step, batch, torch.ones(2, dtype=F64)).backward()
         [unused] = [value for name, value in model.named_parameters() if name.endswith("unused")]
         assert whole(unused) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_a_norm_that_is_not_above_zero_is_refused(max_norm: float) -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        clip_grad_norm_(nn.Linear(1, 1), max_norm)

@@ -54,3 +54,8 @@ def test_a_term_says_what_is_wrong_with_it():
         Term("text", coefficient=float("nan"))
     with pytest.raises(ValueError, match="needs a name"):
         Term("")
+
+
+def test_channels_given_as_one_text_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"list of channel names, got the text 'code'; write \['code'\]"):
+        Ledger([Term("text")], channels="code")

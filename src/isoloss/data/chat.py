@@ -211,7 +211,7 @@ def _owners(
     owners: list[float] = []
     for number in answers:
         count = len(turns.render(number + 1)[1])
-        if count <= len(owners):
+        if count < len(owners):
             return None
         owners += [weights[number]] * (count - len(owners))
     return owners if len(owners) == num_blocks else None

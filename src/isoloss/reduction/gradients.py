@@ -312,8 +312,10 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     Host syncs: none.
 
     Raises:
-        ValueError: a gradient is a partial sum.
+        ValueError: a gradient is a partial sum, or max_norm is not above 0.
     """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, got {max_norm}; use float('inf') to measure only")
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     joined = dist.is_available() and dist.is_initialized()
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

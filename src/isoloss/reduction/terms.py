@@ -63,6 +63,8 @@ class Routing:
 
 def check_unique(kind: str, names: Sequence[str]) -> tuple[str, ...]:
     """The names as a tuple; a name given twice would merge two curves and raises ValueError."""
+    if isinstance(names, str):
+        raise ValueError(f"expected a list of {kind} names, got the text {names!r}; write [{names!r}]")
     for name in names:
         if not isinstance(name, str) or not name:
             raise ValueError(f"a {kind} needs a non-empty string as its name, got {name!r}")
