@@ -172,6 +172,15 @@ def test_marked_blocks_belong_to_the_message_that_they_stand_in() -> None:
     assert weights(made) == [(1.0, "a"), (1.0, "b<|im_end|>"), (0.5, "c<|im_end|>")]
 
 
+def test_an_answer_that_a_template_leaves_unmarked_is_no_target_whatever_the_others_weigh() -> None:
+    template = MARKED.replace(
+        "m['role'] == 'assistant'", "m['role'] == 'assistant' and m.shown is not defined"
+    )
+    for weight in (1, 0.5):
+        messages = [turn("user", "q"), turn("assistant", "a", shown=0), turn("assistant", "b", weight=weight)]
+        assert weights(document({"messages": messages}, template)) == [(weight, "b<|im_end|>")]
+
+
 def test_a_conversation_may_start_with_an_answer() -> None:
     system = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
     for template in (PLAIN, system + PLAIN):
