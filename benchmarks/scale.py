@@ -259,18 +259,16 @@ def peak_mib() -> float:
 
 
 def report_plan(name: str, world_size: int, rank: int) -> None:
-    """One line per part of the plan: seconds, and MiB by which the process grew."""
+    """One line per part of the plan: wall and CPU seconds, and MiB by which the peak of the process grew."""
     plan = PLANS[name, world_size]
     print(f"{name}, rank {rank} of {world_size}: {dict(plan.sizes)}")
-    before, start = peak_mib(), time.perf_counter()
+    before, start, cpu = peak_mib(), time.perf_counter(), time.process_time()
 
     def line(part: str, what: str) -> None:
-        nonlocal before, start
-        print(
-            f"  {part:<10} {time.perf_counter() - start:>7.2f} s {peak_mib() - before:>+7.0f} MiB   {what}",
-            flush=True,
-        )
-        before, start = peak_mib(), time.perf_counter()
+        nonlocal before, start, cpu
+        seconds = f"{time.perf_counter() - start:>7.2f} s {time.process_time() - cpu:>7.2f} CPU s"
+        print(f"  {part:<10} {seconds} {peak_mib() - before:>+7.0f} MiB   {what}", flush=True)
+        before, start, cpu = peak_mib(), time.perf_counter(), time.process_time()
 
     with fake_run(world_size, rank):
         topology = Topology(**plan.sizes)
@@ -295,23 +293,19 @@ def report_plan(name: str, world_size: int, rank: int) -> None:
 
 def report_laws() -> None:
     """Ratios, each of two measurements of one process."""
-    print("topology: seconds / seconds at 1,024 ranks")
-    base: float | None = None
-    for world_size in (1024, 4096, 16384):
-        seconds = []
-        for _ in range(5):
-            with fake_run(world_size, 0):
-                start = time.perf_counter()
-                Topology(**PLANS["moe", 1024].sizes)
-                seconds.append(time.perf_counter() - start)
-        base = statistics.median(seconds) if base is None else base
-        print(f"  {world_size:>6} ranks {statistics.median(seconds) / base:>8.2f}")
+    for name, sizes in (("all axes", PLANS["moe", 1024].sizes), ("one axis", {})):
+        print(f"topology, {name}: CPU seconds / those at 1,024 ranks")
+        base = 0.0
+        for world_size in (1024, 4096, 16384):
+            seconds = statistics.median(_topology_s(world_size, sizes) for _ in range(5))
+            base = base or seconds
+            print(f"  {world_size:>6} ranks {seconds / base:>8.2f}")
     for what, terms, channels, documents in (
         ("channels", (1, 1, 1), (16, 256, 4096), (64, 64, 64)),
         ("terms", (1, 4, 16), (16, 16, 16), (64, 64, 64)),
         ("documents", (1, 1, 1), (16, 16, 16), (64, 256, 1024)),
     ):
-        print(f"{what}: length of both vectors and seconds to count a window, / those of the first row")
+        print(f"{what}: length of both vectors and CPU seconds to count a window, / those of the first row")
         first: tuple[float, float] | None = None
         for num_terms, num_channels, num_documents in zip(terms, channels, documents, strict=True):
             length, cost = _count(num_terms, num_channels, num_documents)
@@ -319,6 +313,13 @@ def report_laws() -> None:
             value = {"channels": num_channels, "terms": num_terms, "documents": num_documents}[what]
             ratios = f"{length / first[0]:>8.2f} {cost / first[1]:>8.2f}"
             print(f"  {value:>6} {what:<10} {length:>8} numbers {ratios}")
+
+
+def _topology_s(world_size: int, sizes: Mapping[str, int]) -> float:
+    with fake_run(world_size, 0):
+        start = time.process_time()
+        Topology(**sizes)
+        return time.process_time() - start
 
 
 def _count(num_terms: int, num_channels: int, num_documents: int) -> tuple[int, float]:
@@ -330,9 +331,9 @@ def _count(num_terms: int, num_channels: int, num_documents: int) -> tuple[int, 
     window = make_window(lengths, sources, names, window=WINDOW, alignment=8)
     seconds = []
     for _ in range(30):
-        start = time.perf_counter()
+        start = time.process_time()
         count_windows(declaration, [window], frozenset())
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return declaration.opening.length + declaration.closing.length, statistics.median(seconds)
 
 
