@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import resource
 import time
 from collections.abc import Sequence
@@ -197,13 +198,11 @@ class Trainer:
             group["lr"] = rate
         with self.ledger.step(windows, gradients=self._gradients, has_more=has_more) as step:
             for batch in step:
-                with compute_context(self.topology, bf16=self.recipe.train.bf16):
-                    share = self._wrapped(step, batch, text_loss)
-                share.backward()
+                self._forward(step, batch).backward()
         limit = self.recipe.train.max_grad_norm
         norm = float(clip_grad_norm_(self._wrapped, float("inf") if limit is None else limit))
         faults = step.record.nonfinite()
-        if not faults and not torch.isfinite(torch.tensor(norm)):
+        if not faults and not math.isfinite(norm):
             faults = [f"the gradient (norm {norm})"]
         self.num_steps += 1
         if faults:
@@ -214,6 +213,12 @@ class Trainer:
         self._last_norm, self._last_rate = norm, rate
         self._log_window.add(step, step_seconds=time.perf_counter() - started, data_seconds=data_seconds)
         return step.has_more
+
+    def _forward(self, step: Step, batch: PackedBatch) -> Tensor:
+        """This rank's share of the loss of a micro-batch, in training and in evaluation alike."""
+        with compute_context(self.topology, bf16=self.recipe.train.bf16):
+            share: Tensor = self._wrapped(step, batch, text_loss)
+        return share
 
     def _skip(self, faults: Sequence[str]) -> None:
         """Leave the weights as they are: the record and the norm are global, so all ranks do alike."""
@@ -234,8 +239,7 @@ class Trainer:
         self._wrapped.eval()
         with self.ledger.step(self.data.eval_windows, training=False) as step:
             for batch in step:
-                with compute_context(self.topology, bf16=self.recipe.train.bf16):
-                    self._wrapped(step, batch, text_loss)
+                self._forward(step, batch)
         self._wrapped.train()
         return step.metrics()
 
