@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -419,3 +419,40 @@ def test_an_unused_parameter_has_zeros_under_every_wrapper():
 def test_a_norm_that_is_not_above_zero_is_refused(max_norm: float) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         clip_grad_norm_(nn.Linear(1, 1), max_norm)
+
+
+class OneOfTwo(nn.Module):
+    """Uses the parameter that it is told to, as a model with one tower per kind of input does."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.v = nn.Parameter(torch.ones(2))
+        self.neither = nn.Parameter(torch.ones(2))
+
+    def forward(self, step, batch, name, cost):
+        losses = self.get_parameter(name).float() * torch.tensor([cost, 0.0])
+        return step.add(None, losses, batch)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_ranks_that_use_different_parameters_of_one_unit(param_dtype):
+    """FSDP2 pairs gradients by their order: without zeros for the others it adds those of w to those of v."""
+    rank = dist.get_rank()
+    topology = Topology()
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    model = fully_shard(OneOfTwo(), mesh=topology.fsdp_mesh, mp_policy=policy)
+    gradients = sum_gradients(model, topology)
+    ledger = Ledger([Term("text")], topology=topology)
+    for used in ([["w"], ["v"]], [["w", "v"], ["v", "v"]], [["w", "w"], ["v", "w"]]):
+        model.zero_grad()
+        expected = {"w": 0.0, "v": 0.0, "neither": 0.0}
+        for cost, names in zip((1.0, 3.0), used, strict=True):
+            for name in names:
+                expected[name] += cost / (4 * len(names))  # two targets a window, two ranks
+        with ledger.step([window(2)] * len(used[rank]), gradients=gradients) as step:
+            for batch, name in zip(step, used[rank], strict=True):
+                model(step, batch, name, (1.0, 3.0)[rank]).backward()
+        for name, parameter in model.named_parameters():
+            assert whole(parameter) == [expected[name], 0.0], (used, name)

@@ -410,3 +410,49 @@ def test_evaluation_drives_no_gradients_and_counts_nothing():
     metrics = step.metrics()
     assert metrics["eval/loss"] == pytest.approx(3.0) and metrics["eval/channel_loss/docs"] == 3.0
     assert all(name.startswith("eval/") and "_total" not in name for name in metrics)
+
+
+# -- measures: numbers that are shown beside the losses
+
+
+def test_a_measure_is_the_mean_over_units_with_a_target_in_all_and_by_channel() -> None:
+    """Row 21: accuracies and the like by channel, from the same vector as the losses."""
+    layout = Layout([3, 2, 2], [0, 1, 1], [0, 0, -1])
+    targets = torch.tensor([5, 6, -100, 7, -100, -100, -100])
+    batch = PackedBatch(torch.zeros(7, dtype=torch.int64), {"text": targets, "pair": targets}, layout)
+    ledger = Ledger(
+        [Term("text"), Term("pair", "group")], channels=["a", "b"], measures=["accuracy", "margin", "unused"]
+    )
+    with ledger.step([batch]) as step:
+        step.add("text", torch.ones(7), batch)
+        step.add_groups("pair", torch.ones(2), batch)
+        step.measure("accuracy", torch.tensor([1.0, 0.0, 9.0, 0.25, 9.0, 9.0, 9.0]), batch, term="text")
+        step.measure("margin", torch.tensor([2.0, 9.0]), batch, term="pair")
+        with pytest.raises(ValueError, match="measure 'acuracy' is not declared; declared: accuracy, margin"):
+            step.measure("acuracy", torch.ones(7), batch, term="text")
+        with pytest.raises(ValueError, match="values has 3 entries, the window 2 groups"):
+            step.measure("margin", torch.ones(3), batch, term="pair")
+    metrics = step.metrics()
+    assert metrics["accuracy"] == pytest.approx(1.25 / 3)
+    assert metrics["channel_accuracy/a"] == 0.5
+    assert metrics["channel_accuracy/b"] == 0.25
+    # the group's channel is that of its first document; the lone document has no target
+    assert (metrics["margin"], metrics["channel_margin/a"]) == (2.0, 2.0)
+    assert not {"channel_margin/b", "unused", "channel_unused/a"} & metrics.keys()
+    with ledger.step([batch], training=False) as evaluation:
+        evaluation.add("text", torch.ones(7), batch)
+        evaluation.add_groups("pair", torch.ones(2), batch)
+        evaluation.measure("margin", torch.tensor([3.0, 9.0]), batch, term="pair")
+    assert evaluation.metrics()["eval/margin"] == 3.0
+    both = ledger.metrics(step.record + evaluation.record)
+    assert both["margin"] == 2.5  # sums over counts, not a mean of means
+
+
+def test_a_measure_needs_no_channels() -> None:
+    layout = Layout([2])
+    batch = PackedBatch(torch.zeros(2, dtype=torch.int64), {"text": torch.tensor([1, -100])}, layout)
+    ledger = Ledger([Term("text")], measures=["accuracy"])
+    with ledger.step([batch]) as step:
+        step.add("text", torch.ones(2), batch)
+        step.measure("accuracy", torch.tensor([0.5, 7.0]), batch)
+    assert step.metrics()["accuracy"] == 0.5

@@ -29,6 +29,8 @@ class Ledger:
         topology: of the run; None for one rank.
         routing: layers and experts of a model with routers, as `LossModel.routing` tells them: their tokens
             are counted, and the counts of a step are the frequencies of the next one's balancing loss.
+        measures: names of further numbers to show, such as "rewards/margins", each the mean of what
+            `Step.measure` is given, in all and by channel ("channel_rewards/margins/<name>").
         strict: whether documents without a channel, of an undeclared channel, or targets of an undeclared
             term raise on all ranks before the optimizer moves. Otherwise undeclared channels are counted
             as "other", with a warning, and missing ones lower health/metadata_complete.
@@ -55,13 +57,16 @@ class Ledger:
         topology: Topology | None = None,
         *,
         routing: Routing | None = None,
+        measures: Sequence[str] = (),
         strict: bool = False,
     ) -> None:
         if not terms:
             raise ValueError("a ledger needs at least one term, such as Term('text')")
         check_unique("term", [term.name for term in terms])
         self._topology = Topology.single() if topology is None else topology
-        self._declaration = Declaration(tuple(terms), check_unique("channel", channels), routing)
+        self._declaration = Declaration(
+            tuple(terms), check_unique("channel", channels), routing, check_unique("measure", measures)
+        )
         self._book = Book(self._declaration, self._topology, strict=strict)
 
     @property

@@ -23,18 +23,25 @@ class Declaration:
     """
 
     def __init__(
-        self, terms: tuple[Term, ...], channels: tuple[str, ...], routing: Routing | None = None
+        self,
+        terms: tuple[Term, ...],
+        channels: tuple[str, ...],
+        routing: Routing | None = None,
+        measures: tuple[str, ...] = (),
     ) -> None:
         self.terms = terms
         self.channels = channels
         self.routing = routing
+        self.measures = measures
         other = "other"
         while other in channels:
             other += "_"
         self.channel_names = (*channels, other) if channels else ()
         self.escaped_channels = tuple(map(escape_name, self.channel_names))
         self.opening: VectorSchema = opening_schema(len(terms), len(self.channel_names))
-        self.closing: VectorSchema = closing_schema(len(terms), len(self.channel_names), routing)
+        self.closing: VectorSchema = closing_schema(
+            len(terms), len(self.channel_names), routing, len(measures)
+        )
 
 
 @final
@@ -168,6 +175,7 @@ class StepRecord:
             **self._channel_metrics(),
             **self._count_metrics(),
             **self._routing_metrics(),
+            **self._measure_metrics(),
         }
         bare = "" if prefix == "train/" else prefix
         return {(prefix if name == "loss" else bare) + name: value for name, value in values.items()}
@@ -244,6 +252,22 @@ class StepRecord:
         if len(violations) == len(counts) > 0:
             values["moe/max_violation"] = max(violations)
             values |= {f"moe/max_violation/{layer}": value for layer, value in enumerate(violations)}
+        return values
+
+    def _measure_metrics(self) -> dict[str, float]:
+        """The mean of each measure, in all and by channel; one that nothing was measured for is left out."""
+        values: dict[str, float] = {}
+        sums = self.channel_table("closing", "measure_sums")
+        counts = self.channel_table("closing", "measure_counts")
+        complete = not self.opened("missing_channel")[0]
+        for name, row, numbers in zip(self.declaration.measures, sums, counts, strict=True):
+            if sum(numbers):
+                values[name] = sum(row) / sum(numbers)
+            if not complete:
+                continue
+            for channel, total, number in zip(self.declaration.escaped_channels, row, numbers, strict=False):
+                if number:
+                    values[f"channel_{name}/{channel}"] = total / number
         return values
 
     @property

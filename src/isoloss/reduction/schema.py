@@ -59,9 +59,12 @@ def opening_schema(num_terms: int, num_channels: int) -> VectorSchema:
     )
 
 
-def closing_schema(num_terms: int, num_channels: int, routing: Routing | None = None) -> VectorSchema:
+def closing_schema(
+    num_terms: int, num_channels: int, routing: Routing | None = None, num_measures: int = 0
+) -> VectorSchema:
     """What the shares of a step summed up to. Every rank adds the losses of its own slots."""
     experts = (0, 0) if routing is None else (routing.num_layers, routing.num_experts)
+    measures = (num_measures, max(num_channels, 1))  # one column without channels
     return VectorSchema(
         {
             "shares": (num_terms,),  # what was trained: coefficient * sum of w l / W
@@ -71,5 +74,7 @@ def closing_schema(num_terms: int, num_channels: int, routing: Routing | None = 
             "orphans": (num_terms,),  # sum of |l| where the term has no target
             "channel_losses": (num_terms, num_channels),
             "expert_counts": experts,  # tokens that each expert was chosen for
+            "measure_sums": measures,
+            "measure_counts": measures,
         }
     )

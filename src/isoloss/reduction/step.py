@@ -6,7 +6,8 @@ rank backpropagates its *share*: coefficient * (sum of w_i l_i over the targets 
 to the loss, and gradients of shares to its gradient, over any split of the targets.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -18,14 +19,14 @@ from torch.distributed.tensor import DTensor
 from isoloss.batch.document import IGNORE_INDEX
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.weighting import TOKEN_REDUCTIONS, reduction_factors, weigh_documents
-from isoloss.losses.linear_cross_entropy import linear_cross_entropy
+from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
 from isoloss.losses.linear_cross_entropy.vocab_parallel import shard_of
 from isoloss.losses.router import expert_frequencies
 from isoloss.reduction.book import Book
 from isoloss.reduction.gradients import GradientSum
 from isoloss.reduction.opening import channel_indices, count_windows
 from isoloss.reduction.record import Declaration, StepRecord
-from isoloss.reduction.terms import Routing, TermReduction
+from isoloss.reduction.terms import TERM_REDUCTIONS, Routing, TermReduction
 from isoloss.topology import Topology
 
 
@@ -215,6 +216,7 @@ class Step:
         batch: PackedBatch,
         *,
         term: str | None = None,
+        kernel: Callable[..., LinearCrossEntropyOutput] = linear_cross_entropy,
         **kernel_options: Any,
     ) -> Tensor:
         """This rank's share of a term's cross entropy, from hidden states and the head's weight.
@@ -228,7 +230,10 @@ class Step:
                 rank computes with its own rows, and no logits of the whole vocabulary exist anywhere.
             batch: the micro-batch, as the step yields it.
             term: name of the term; None where only one is declared.
-            **kernel_options: passed to `linear_cross_entropy` (bias, softcap, label_smoothing, z_loss, ...).
+            kernel: another loss of hidden states and a head with the contract of `linear_cross_entropy`: it
+                takes hidden, weight, targets and token_weights by name, and its loss is the weighted sum of
+                its token losses.
+            **kernel_options: passed to the kernel (bias, softcap, label_smoothing, z_loss, ...).
 
         Returns:
             A scalar, float32 (float64 for float64 input), differentiable. Exactly 0 with zero gradients
@@ -243,13 +248,11 @@ class Step:
         rows = hidden.reshape(-1, hidden.shape[-1])
         targets = self._targets(batch, index, rows.shape[0], "hidden", rows.device)
         weights = self._token_weights(batch, index, rows.device)
-        if isinstance(weight, DTensor) and weight.device_mesh == self._topology.tp_mesh:
-            kernel_options = _on_this_rank(kernel_options) | {"vocab_group": shard_of(weight)}
-            weight = weight.to_local()
-        output = linear_cross_entropy(
-            rows,
-            weight,
-            targets,
+        weight, kernel_options = self._own_classes(weight, kernel_options)
+        output = kernel(
+            hidden=rows,
+            weight=weight,
+            targets=targets,
             token_weights=self._scaled(weights, index, _compute_dtype(rows)),
             **kernel_options,
         )
@@ -321,9 +324,7 @@ class Step:
             batch: the micro-batch.
         """
         index = self._term_index(term, ("document",))
-        layout = batch.layout
-        counted = [d for d, prefix in enumerate(layout.is_prefix) if not prefix]
-        return self._add_units(index, losses.reshape(-1), batch, counted, "documents")
+        return self._add_units(index, losses.reshape(-1), batch)
 
     def add_groups(self, term: str | None, losses: Tensor, batch: PackedBatch) -> Tensor:
         """This rank's share of a term with one loss per group of documents, such as a preference pair.
@@ -335,7 +336,47 @@ class Step:
             batch: the micro-batch.
         """
         index = self._term_index(term, ("group",))
-        return self._add_units(index, losses.reshape(-1), batch, self._group_places(index, batch), "groups")
+        return self._add_units(index, losses.reshape(-1), batch)
+
+    # -- numbers that are shown and not trained
+
+    @torch.no_grad()
+    def measure(self, name: str, values: Tensor, batch: PackedBatch, *, term: str | None = None) -> None:
+        """Show the mean of `values` under `name`, in all and by channel, as accuracies and rewards are.
+
+        Args:
+            name: declared as `Ledger(..., measures=[...])`.
+            values: one number for each unit of the term: per slot [T_local], or per document or group as
+                `add_documents` and `add_groups` take them. Units without a target do not count; the others
+                count once each, whatever their weight.
+            batch: the micro-batch, as the step yields it.
+            term: whose targets are meant; None where only one is declared.
+        """
+        if name not in self._declaration.measures:
+            declared = ", ".join(self._declaration.measures) or "none"
+            raise ValueError(
+                f"measure {name!r} is not declared; declared: {declared}. Add it to Ledger(..., measures=...)"
+            )
+        index = self._term_index(term, TERM_REDUCTIONS)
+        if in_backward():  # a recomputed forward was measured the first time
+            return
+        flat = values.detach().reshape(-1).to(torch.float64)
+        if self._declaration.terms[index].reduction in ("document", "group"):
+            units = self._units(index, batch, flat.shape[0], "values")
+            if not self._topology.owns_windows:  # every shard has the same values
+                return
+            counted, sources = units.has_target.to(flat.device), units.sources.to(flat.device)
+        else:
+            counted = self._targets(batch, index, flat.shape[0], "values", flat.device) != IGNORE_INDEX
+            sources = batch.sources.to(flat.device)
+        kept = torch.where(counted, flat, 0.0)
+        row = self._declaration.measures.index(name)
+        channels = torch.zeros_like(sources)
+        if self._declaration.channels:
+            channels = channel_indices(sources, self._declaration)
+        blocks = self._closing_blocks(flat.device)
+        blocks["measure_sums"][row].index_add_(0, channels, kept)
+        blocks["measure_counts"][row].index_add_(0, channels, counted.to(torch.float64))
 
     # -- router losses, which are summed while the layers run
 
@@ -522,6 +563,12 @@ class Step:
         self._record_tokens(index, batch, targets, weights, kept.detach(), None, share, orphans)
         return self._watched(share)
 
+    def _own_classes(self, weight: Tensor, kernel_options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """This rank's rows of a head that is spread over the tensor ranks, and what tells a kernel so."""
+        if not (isinstance(weight, DTensor) and weight.device_mesh == self._topology.tp_mesh):
+            return weight, kernel_options
+        return weight.to_local(), _on_this_rank(kernel_options) | {"vocab_group": shard_of(weight)}
+
     def _group_places(self, index: int, batch: PackedBatch) -> list[int]:
         """For each group the document that carries its weight: its first with targets, else its first."""
         layout = batch.layout
@@ -541,34 +588,39 @@ class Step:
                 filled.add(key)
         return list(places.values())
 
-    def _add_units(
-        self, index: int, losses: Tensor, batch: PackedBatch, documents: list[int], what: str
-    ) -> Tensor:
-        """Share of a term with one loss per unit; `documents[u]` carries weight and channel of unit u."""
-        if losses.shape[0] != len(documents):
-            raise ValueError(
-                f"losses has {losses.shape[0]} entries, the window {len(documents)} {what}; give one each"
-            )
+    def _units(self, index: int, batch: PackedBatch, count: int, what: str) -> "_Units":
+        """The documents or groups of a term with one loss each; `count` values were given for them."""
         term = self._declaration.terms[index]
-        losses = losses.to(_compute_dtype(losses))
-        counts = batch.counts.get(term.name)
+        if term.reduction == "group":
+            kind, documents = "groups", self._group_places(index, batch)
+        else:
+            kind = "documents"
+            documents = [d for d, prefix in enumerate(batch.layout.is_prefix) if not prefix]
+        if count != len(documents):
+            raise ValueError(f"{what} has {count} entries, the window {len(documents)} {kind}; give one each")
         places = torch.tensor(documents, dtype=torch.int64)
-        weights = torch.zeros(len(documents), dtype=torch.float64)
-        has_target = torch.zeros(len(documents), dtype=torch.bool)
-        if counts is not None and term.reduction != "source":
-            weights = weigh_documents(counts, term.reduction, batch.layout)[places]
-            has_target = counts.num_targets[places] > 0
-        weights = weights.to(losses.device, non_blocking=True)
-        has_target = has_target.to(losses.device, non_blocking=True)
+        sources = torch.tensor(batch.layout.document_sources, dtype=torch.int64)[places]
+        counts = batch.counts.get(term.name)
+        if counts is None or term.reduction == "source":
+            weights = torch.zeros(len(documents), dtype=torch.float64)
+            return _Units(weights, weights > 0, sources)
+        weights = weigh_documents(counts, term.reduction, batch.layout)[places]
+        return _Units(weights, counts.num_targets[places] > 0, sources)
+
+    def _add_units(self, index: int, losses: Tensor, batch: PackedBatch) -> Tensor:
+        """Share of a term with one loss per document or group."""
+        units = self._units(index, batch, losses.shape[0], "losses")
+        losses = losses.to(_compute_dtype(losses))
+        weights = units.weights.to(losses.device, non_blocking=True)
+        has_target = units.has_target.to(losses.device, non_blocking=True)
         kept = torch.where(has_target, losses, 0.0)
         share = (kept * self._scaled(weights, index, losses.dtype)).sum()
         if not in_backward() and self._topology.owns_windows:
-            sources = torch.tensor(batch.layout.document_sources, dtype=torch.int64)[places]
             self._write(
                 index,
                 weights,
                 kept.detach(),
-                sources.to(losses.device, non_blocking=True),
+                units.sources.to(losses.device, non_blocking=True),
                 share,
                 orphans=torch.where(has_target, 0.0, losses.detach()).abs().nan_to_num(nan=0.0).sum(),
             )
@@ -649,6 +701,18 @@ class Step:
         self._closing = None
         self._blocks = {}
         self._pending = (closing, work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Documents or groups of a window, on the host: what each weighs, and its channel."""
+
+    weights: Tensor
+    """float64[units]; that of a group stands at one of its documents."""
+    has_target: Tensor
+    """bool[units]"""
+    sources: Tensor
+    """int64[units]"""
 
 
 class _SumOverShards(torch.autograd.Function):
