@@ -11,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from isoloss import Layout, Ledger, PackedBatch, Term, Topology, clip_grad_norm_, sum_gradients
+from isoloss.reduction import gradients as gradients_module
 from ranks import on_ranks
 
 F64 = torch.float64
@@ -456,3 +457,19 @@ def test_ranks_that_use_different_parameters_of_one_unit(param_dtype):
                 model(step, batch, name, (1.0, 3.0)[rank]).backward()
         for name, parameter in model.named_parameters():
             assert whole(parameter) == [expected[name], 0.0], (used, name)
+
+
+@on_ranks(2)
+def test_an_fsdp2_that_leaves_unused_parameters_out_raises():
+    """As before torch 2.13."""
+    gradients_module.fills_unused = lambda: False  # this process ends with the test
+    topology = Topology()
+    model = fully_shard(OneOfTwo(), mesh=topology.fsdp_mesh)
+    ledger = Ledger([Term("text")], topology=topology)
+    used, other = ("w", "v") if dist.get_rank() else ("v", "w")
+    with (
+        pytest.raises(RuntimeError, match=f"this rank used none of {other}, neither; use torch 2.13"),
+        ledger.step([window(2)], gradients=sum_gradients(model, topology)) as step,
+    ):
+        for batch in step:
+            model(step, batch, used, 1.0).backward()

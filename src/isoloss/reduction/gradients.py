@@ -64,6 +64,8 @@ class GradientSum:
             # Neither setter recurses, and with the factor alone gloo refuses its PREMUL_SUM.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            if fills_unused():
+                part.set_reduce_scatter_unused_params(True, recurse=False)
         self._reductions = [BucketReduction(ddp) for ddp in self._replicated]
         for reduction in self._reductions:
             reduction.ddp.register_comm_hook(reduction, sum_bucket)
@@ -135,6 +137,8 @@ class GradientSum:
         self._synchronises = enabled
         for part in self._sharded:
             part.set_requires_gradient_sync(enabled, recurse=False)
+            if enabled and self._is_open:
+                widen_unused(part)
         for ddp in self._replicated:
             ddp.require_backward_grad_sync = enabled
 
@@ -171,7 +175,7 @@ class GradientSum:
 
         Raises:
             RuntimeError: wrappers wait for a backward pass that did not run, or DDP for parameters that the
-                pass did not reach.
+                pass did not reach; before torch 2.13 FSDP2 too.
         """
         wrapped = self._sharded or self._replicated
         if wrapped and not self._backwards:
@@ -185,6 +189,8 @@ class GradientSum:
                 "micro-batch on this rank; freeze them, or wrap with DistributedDataParallel(..., "
                 "find_unused_parameters=True)"
             )
+        if self._sharded and not fills_unused():
+            self._check_all_used()
         # asked now, not at the start: what was frozen then may be trained now
         trained = [parameter for parameter in self._unwrapped if parameter.requires_grad]
         if self._group is not None:
@@ -198,6 +204,21 @@ class GradientSum:
         # an optimizer treats zeros and None differently (weight decay)
         fill_gradients(parameter for parameter in self._module.parameters() if parameter.requires_grad)
         self._has_finished = True
+
+    def _check_all_used(self) -> None:
+        """Raise where FSDP2 left a parameter out of its reduction, which pairs gradients by their order."""
+        others = {id(parameter) for parameter in (*self._unwrapped, *self._experts)}
+        unused = [
+            name
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in others
+        ]
+        if unused:
+            raise RuntimeError(
+                f"FSDP2 of torch {torch.__version__} mixes the gradients of different parameters when ranks "
+                f"do not use the same ones, and this rank used none of {', '.join(unused)}; use torch 2.13 "
+                "or newer, freeze them, or use every parameter in each step (a term times 0)"
+            )
 
     def end(self) -> None:
         """Leave the wrappers as they are outside a step: synchronised, without gradients of a failed step.
@@ -215,20 +236,47 @@ class GradientSum:
         self._backwards.clear()
 
 
+def fills_unused() -> bool:
+    """Whether FSDP2 can reduce zeros for parameters that a rank did not use: torch 2.13 and newer.
+
+    Otherwise it leaves them out, and adds this rank's gradient of one to another rank's of the next.
+    """
+    return "set_reduce_scatter_unused_params" in dir(FSDPModule)
+
+
+def _param_groups(part: FSDPModule) -> list[Any]:
+    """The parameters that FSDP2 reduces together. The one place that looks inside FSDP2."""
+    fields = vars(part._get_fsdp_state())
+    # one group per module until torch 2.11, several later
+    groups = fields["_fsdp_param_groups"] if "_fsdp_param_groups" in fields else [fields["_fsdp_param_group"]]
+    return [group for group in groups if group is not None]
+
+
+def widen_unused(part: FSDPModule) -> None:
+    """Zeros in the dtype of the reduction for what no micro-batch has used before the last one.
+
+    FSDP2 keeps the gradients of earlier micro-batches in that dtype, takes those of the last one in the dtype
+    of the computation, and refuses to reduce both together.
+    """
+    for group in _param_groups(part):
+        members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
+        if any(member.unsharded_accumulated_grad is not None for member in members):
+            for member in members:
+                if member.unsharded_accumulated_grad is None:
+                    shape = member._unsharded_param
+                    member.unsharded_accumulated_grad = torch.zeros_like(shape, dtype=member.reduce_dtype)
+
+
 def discard_unreduced(part: FSDPModule) -> None:
     """Drop the gradients of backward passes that FSDP2 has not reduced yet.
 
     It keeps them on its own unsharded parameters, where `zero_grad()` does not reach them: after an exception
     they would be added to the next step, without a warning. torch 2.13 has `reset_iter_state` for this case,
-    which says that it drops them and does not. So this is the one place that looks inside FSDP2.
+    which says that it drops them and does not.
     """
-    state = part._get_fsdp_state()
-    if state._is_root and "reset_iter_state" in dir(FSDPModule):
+    if part._get_fsdp_state()._is_root and "reset_iter_state" in dir(FSDPModule):
         part.reset_iter_state()
-    fields = vars(state)
-    # one group per module until torch 2.11, several later
-    groups = fields["_fsdp_param_groups"] if "_fsdp_param_groups" in fields else [fields["_fsdp_param_group"]]
-    for group in filter(None, groups):
+    for group in _param_groups(part):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
