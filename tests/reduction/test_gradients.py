@@ -473,3 +473,41 @@ def test_an_fsdp2_that_leaves_unused_parameters_out_raises():
     ):
         for batch in step:
             model(step, batch, used, 1.0).backward()
+
+
+@pytest.mark.parametrize("evaluates", ["nothing", "inside a step", "outside"])
+@on_ranks(2)
+def test_an_evaluation_between_backward_and_optimizer_step_changes_nothing(evaluates):
+    """FSDP2 leaves its root unsharded after a forward: gradients hidden, next forward on old weights."""
+    topology = Topology()
+    model = fully_shard(Gain(), mesh=topology.fsdp_mesh)
+    gradients = sum_gradients(model, topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ledger = Ledger([Term("text")], topology=topology)
+    costs = torch.full((2,), 4.0, dtype=F64)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with ledger.step([window(2)], gradients=gradients) as step:
+            for batch in step:
+                model(step, batch, costs).backward()
+        losses.append(step.metrics()["train/loss"])
+        with torch.no_grad(), ledger.step([window(2)], training=False) as page:
+            for batch in page:
+                if evaluates == "inside a step":
+                    model(page, batch, costs)
+                else:
+                    page.add(None, costs, batch)
+        if evaluates == "outside":
+            with torch.no_grad():
+                model(AnyStep(), None, costs)
+        else:
+            assert [parameter.grad is not None for parameter in model.parameters()] == [True, False]
+        assert clip_grad_norm_(model, 1.0).item() == 4.0
+        optimizer.step()
+    assert losses == [4.0, 2.0, 0.0]
+
+
+class AnyStep:
+    def add(self, term, losses, batch):
+        return losses.sum()

@@ -52,7 +52,7 @@ class GradientSum:
 
     def __init__(self, module: nn.Module, topology: Topology | None) -> None:
         modules = list(module.modules())
-        self._module = module
+        self.module = module
         self._is_open = False
         self._sharded = [part for part in modules if isinstance(part, FSDPModule)]
         self._replicated = [part for part in modules if isinstance(part, DistributedDataParallel)]
@@ -120,7 +120,7 @@ class GradientSum:
             RuntimeError: a part of the module was sharded after `sum_gradients`; it would average.
         """
         known = {id(part) for part in self._sharded}
-        if any(isinstance(part, FSDPModule) and id(part) not in known for part in self._module.modules()):
+        if any(isinstance(part, FSDPModule) and id(part) not in known for part in self.module.modules()):
             raise RuntimeError(
                 "fully_shard was called after sum_gradients, so gradients would be averaged, not summed; "
                 "call isoloss.sum_gradients on the module that fully_shard has wrapped"
@@ -128,6 +128,7 @@ class GradientSum:
         self._backwards.clear()
         self._has_finished = False
         self._is_open = True
+        reshard(self.module)  # else a forward since the last step left weights that are old by now
         for reduction in self._reductions:
             reduction.is_complete = False
         self.synchronise(False)
@@ -202,7 +203,7 @@ class GradientSum:
             partial = [parameter for parameter in self._partial if parameter.requires_grad]
             reduce_gradients(partial, self._tensor_group)
         # an optimizer treats zeros and None differently (weight decay)
-        fill_gradients(parameter for parameter in self._module.parameters() if parameter.requires_grad)
+        fill_gradients(parameter for parameter in self.module.parameters() if parameter.requires_grad)
         self._has_finished = True
 
     def _check_all_used(self) -> None:
@@ -210,7 +211,7 @@ class GradientSum:
         others = {id(parameter) for parameter in (*self._unwrapped, *self._experts)}
         unused = [
             name
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and parameter.grad is None and id(parameter) not in others
         ]
         if unused:
@@ -234,6 +235,17 @@ class GradientSum:
         self._synchronises = False
         self._is_open = False
         self._backwards.clear()
+
+
+def reshard(module: nn.Module) -> None:
+    """Make the parameters of `module` the sharded ones, which the optimizer moves and which hold gradients.
+
+    FSDP2 does so in backward. A forward without one, as in evaluation, leaves its root unsharded: gradients
+    of a step stand elsewhere then, and the next forward does not gather what the optimizer has moved.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def fills_unused() -> bool:
@@ -364,6 +376,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}; use float('inf') to measure only")
+    reshard(module)
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     joined = dist.is_available() and dist.is_initialized()
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

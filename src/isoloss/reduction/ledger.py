@@ -1,10 +1,11 @@
 """The long-lived book of a run: declared terms and channels, one page per step, counts since the start."""
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.reduction.book import Book
@@ -68,6 +69,8 @@ class Ledger:
             tuple(terms), check_unique("channel", channels), routing, check_unique("measure", measures)
         )
         self._book = Book(self._declaration, self._topology, strict=strict)
+        self._trained: Callable[[], nn.Module | None] = _no_module
+        """The module of the last training step, while it lives."""
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -136,6 +139,8 @@ class Ledger:
                     f"micro_batches[{place}] is one of {window.shards} shards; give the step whole windows, "
                     "it counts and then shards them"
                 )
+        if training and gradients is not None:
+            self._trained = weakref.ref(gradients.module)
         return Step(
             declaration=self._declaration,
             topology=self._topology,
@@ -144,6 +149,7 @@ class Ledger:
             training=training,
             has_more=has_more,
             book=self._book,
+            evaluated=None if training else self._trained(),
         )
 
     @property
@@ -182,3 +188,7 @@ class Ledger:
     def explain(self) -> str:
         """Each denominator of the last step whose metrics were read, and what it was made of."""
         return self._book.explain()
+
+
+def _no_module() -> None:
+    """What a ledger knows before the first training step."""

@@ -23,7 +23,7 @@ from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear
 from isoloss.losses.linear_cross_entropy.vocab_parallel import shard_of
 from isoloss.losses.router import expert_frequencies
 from isoloss.reduction.book import Book
-from isoloss.reduction.gradients import GradientSum
+from isoloss.reduction.gradients import GradientSum, reshard
 from isoloss.reduction.opening import channel_indices, count_windows
 from isoloss.reduction.record import Declaration, StepRecord
 from isoloss.reduction.terms import TERM_REDUCTIONS, Routing, TermReduction
@@ -112,6 +112,7 @@ class Step:
         training: bool,
         has_more: bool,
         book: Book,
+        evaluated: nn.Module | None = None,
     ) -> None:
         self.training = training
         self.max_document_length = max(window.layout.max_document_length for window in windows)
@@ -122,6 +123,7 @@ class Step:
         self._gradients = gradients
         self._has_more = has_more
         self._book = book
+        self._evaluated = evaluated
         self._index = {term.name: index for index, term in enumerate(declaration.terms)}
         self._was_entered = False
         self._denominators: Denominators | None = None
@@ -165,6 +167,9 @@ class Step:
     ) -> None:
         denominators = self._opened()
         driven = self._gradients if self.training else None
+        if self._evaluated is not None:
+            reshard(self._evaluated)
+            self._evaluated = None
         if kind is not None:
             self._discard()
             if driven is not None:
