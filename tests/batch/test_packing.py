@@ -4,7 +4,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -450,3 +452,43 @@ def test_time_is_linear_in_the_number_of_documents(lookahead: int) -> None:
 
     seconds_per_document(200)  # warm up
     assert seconds_per_document(2400) <= 1.5 * seconds_per_document(600)
+
+
+def test_without_a_record_the_first_loss_is_told_and_then_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    long = Document(range(20))
+    list(pack([Document([1, 2])] * 5, 8))
+    list(pack([long], 8, long_documents="split"))
+    list(pack([long], 8, record=PackingRecord()))
+    assert caplog.messages == []
+    list(pack([Document([1, 2]), long, long, Document([])], 8, lookahead=1))
+    first, last = caplog.messages
+    assert "row 1 of the stream was truncated: a document of 24 slots is longer than the window of 8" in first
+    assert last.endswith("of 4 rows, 2 were truncated (24 tokens lost) and 1 dropped (0 tokens)")
+
+
+def test_a_group_that_comes_back_after_it_has_ended_is_an_error() -> None:
+    """The two sides of a pair, all chosen ones first: they would have become two groups."""
+    sides = [Document([1, 2], group=name) for name in ("a", "b", "a", "b")]
+    message = "document 2 of the stream belongs to group 'a', whose last document was 0; put"
+    with pytest.raises(ValueError, match=message):
+        list(pack(sides, 16))
+    list(pack([sides[0], sides[2], Document([3]), sides[1], sides[3]], 16))
+
+
+def test_what_is_no_document_is_named() -> None:
+    with pytest.raises(TypeError, match=r"at position 1, holds a list; packing takes Document objects"):
+        list(pack([Document([1]), [2, 3]], 16))  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"unit 'row' holds a Tensor"):
+        Packer[str](16).add([torch.arange(3)], "row")  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), Fraction(1, 2)],
+    ids=lambda w: type(w).__name__,
+)
+def test_a_weight_may_be_any_number(weight: float) -> None:
+    [batch] = pack([Document([1, 2, 3], weight=weight)], 8)
+    assert batch.weights["text"][:2].tolist() == [0.5, 0.5]

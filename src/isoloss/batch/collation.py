@@ -14,15 +14,21 @@ from isoloss.batch.targets import shift_targets, shift_values
 
 
 def check_unit(documents: Sequence[Document], key: object, term: str) -> None:
-    """Raise ValueError, naming `key`, where the documents of one unit do not fit together or in themselves.
+    """Raise, naming `key`, where the documents of one unit do not fit together or in themselves.
 
     Args:
         documents: one document, or all documents of one group.
         key: what the caller calls the unit.
         term: the term that `Document.labels` belong to.
+
+    Raises:
+        TypeError: something is no Document.
+        ValueError: their values do not fit.
     """
     if not documents:
         raise ValueError(f"unit {key!r} has no document; add at least one, or leave the unit out")
+    for document in documents:
+        check_document(document, f"unit {key!r}")
     groups = {document.group for document in documents}
     if len(groups) > 1:
         raise ValueError(
@@ -41,6 +47,15 @@ def check_unit(documents: Sequence[Document], key: object, term: str) -> None:
         _check_lengths(document, name, term)
         if index in parents:
             _check_prefix(document, name)
+
+
+def check_document(document: object, name: str) -> None:
+    """Raise TypeError, naming it, where something is no Document."""
+    if not isinstance(document, Document):
+        raise TypeError(
+            f"{name} holds a {type(document).__name__}; packing takes Document objects: "
+            "Document(token_ids, labels)"
+        )
 
 
 def _check_lengths(document: Document, name: str, term: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -50,8 +51,17 @@ class Document:
     document_extras: Mapping[str, object] = field(default_factory=dict)
     """Further values per document (class label, regression value, pixels); never padded or sharded."""
 
+    def __post_init__(self) -> None:
+        weight = self.weight
+        if type(weight) is not float and (isinstance(weight, Real) or _is_scalar(weight)):
+            object.__setattr__(self, "weight", float(weight))  # also a number of numpy's, or a tensor of one
+
     def __len__(self) -> int:
         return len(self.input_ids)
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def as_int64(values: IntSequence) -> Tensor:

@@ -5,15 +5,18 @@ as there were units before it. Then the largest unit that still fits is added, t
 none fits. Nothing is random: the same units in the same order give the same windows.
 """
 
+import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
-from isoloss.batch.collation import build_batch, check_unit, slice_document
+from isoloss.batch.collation import build_batch, check_document, check_unit, slice_document
 from isoloss.batch.document import Document
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing_record import PackingEvent, PackingRecord
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
@@ -21,6 +24,9 @@ LongDocuments = Literal["truncate", "split", "drop"]
 
 DEFAULT_LOOKAHEAD = 64
 """Measured on log-normal lengths (median a tenth of the window): fill 0.993, and 0.994 for any larger one."""
+
+REMEMBERED_GROUPS = 100_000
+"""Groups of a stream, the newest, of which `pack` notices when they come back after they have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +334,13 @@ def pack(
     """Pack a stream of documents into windows. See `Packer` for the arguments.
 
     Documents that follow one another with the same group are one row and share a window. In `record` a row is
-    called by the position of its first document in the stream.
+    called by the position of its first document in the stream. Without a `record` the first document that is
+    truncated or dropped is logged as a warning, and at the end of the stream how many there were.
+
+    Raises:
+        TypeError: while iterating, something in the stream is no Document.
+        ValueError: as `Packer`; while iterating, a document does not fit in itself, or a group comes back
+            after other documents, within the last 100,000 groups.
 
     Example:
         >>> documents = [Document(range(10, 13)), Document(range(20, 25)), Document([30])]
@@ -345,26 +357,59 @@ def pack(
         term=term,
         record=record,
     )
-    return _windows(packer, documents)
+    return _windows(packer, documents, warns=record is None)
 
 
-def _windows(packer: Packer[int], documents: Iterable[Document]) -> Iterator[PackedBatch]:
+def _windows(packer: Packer[int], documents: Iterable[Document], warns: bool) -> Iterator[PackedBatch]:
+    record = packer.record
     for position, row in _rows(documents):
+        before = record.rows_truncated + record.rows_dropped
         packer.add(row, position)
+        if warns and before == 0 and record.rows_truncated + record.rows_dropped:
+            event = record.take_events()[-1]
+            logger.warning(
+                "isoloss: row %d of the stream was %s: %s. Further ones are counted and told at the end; "
+                "pass record=PackingRecord() for each of them, or choose long_documents= (%s)",
+                position,
+                event.action,
+                event.reason,
+                ", ".join(get_args(LongDocuments)),
+            )
         while packer.ready:
             yield packer.pop().batch
     while not packer.empty:
         yield packer.pop().batch
+    if warns and record.rows_truncated + record.rows_dropped:
+        logger.warning(
+            "isoloss: of %d rows, %d were truncated (%d tokens lost) and %d dropped (%d tokens)",
+            record.rows_in,
+            record.rows_truncated,
+            record.tokens_truncated,
+            record.rows_dropped,
+            record.tokens_dropped,
+        )
 
 
 def _rows(documents: Iterable[Document]) -> Iterator[tuple[int, list[Document]]]:
     """The documents as rows: neighbours with the same group together, each with its first position."""
     row: list[Document] = []
     first = 0
+    ended: OrderedDict[int | str, int] = OrderedDict()
     for position, document in enumerate(documents):
+        check_document(document, f"the stream, at position {position},")
         if row and (document.group is None or document.group != row[0].group):
             yield first, row
+            if row[0].group is not None:
+                ended[row[0].group] = position - 1
+                if len(ended) > REMEMBERED_GROUPS:
+                    ended.popitem(last=False)
             row = []
+        if document.group is not None and document.group in ended:
+            raise ValueError(
+                f"document {position} of the stream belongs to group {document.group!r}, whose last document "
+                f"was {ended[document.group]}; put the documents of a group one after the other, or they "
+                "would not share a window (in a further pass over the data, give groups new names)"
+            )
         if not row:
             first = position
         row.append(document)
