@@ -19,7 +19,11 @@ from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing import pack
 from isoloss.batch.packing_record import PackingRecord
 from isoloss.batch.targets import shift_targets
-from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
+from isoloss.losses.linear_cross_entropy import (
+    LinearCrossEntropyOutput,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from isoloss.losses.router import balancing_loss, router_z_loss
 from isoloss.objectives.loss_model import LossModel
 from isoloss.parallel.routers import RouterLosses
@@ -55,6 +59,7 @@ __all__ = [
     "balancing_loss",
     "clip_grad_norm_",
     "linear_cross_entropy",
+    "linear_log_probs",
     "pack",
     "router_z_loss",
     "shift_targets",

@@ -97,29 +97,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         inputs = (hidden, weight, bias, a, b)
         # needs_input_grad, not requires_grad: a view made in here would not require a gradient.
         needs = [need and grad_enabled for need in ctx.needs_input_grad[: len(inputs)]]
-        product_dtype = _product_dtype(problem)  # here, where a compiled graph still knows of autocast
-        if problem.shard is not None:
-            loss, token_losses, token_z_losses, *made = _compute(problem, needs, product_dtype)
-        else:
-            # One opaque operator in a compiled graph; called directly, it would load the compiler.
-            run = _chunks_operator if torch.compiler.is_compiling() else _chunks
-            loss, token_losses, token_z_losses, *made = run(
-                hidden,
-                weight,
-                problem.targets,
-                problem.token_weights,
-                bias,
-                a,
-                b,
-                problem.softcap,
-                problem.logit_scale,
-                problem.label_smoothing,
-                problem.z_loss,
-                problem.ignore_index,
-                problem.chunk_size,
-                product_dtype,
-                needs,
-            )
+        # In here, where a compiled graph still knows of autocast.
+        loss, token_losses, token_z_losses, *made = run_chunks(problem, needs, choose_product_dtype(problem))
         gradients = iter(made)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         ctx.are_leaves = [tensor is not None and tensor.is_leaf for tensor in inputs]
@@ -185,7 +164,42 @@ def _chunks(
     return _compute(problem, needs, product_dtype)
 
 
-def _compute(problem: Problem, needs: list[bool], product_dtype: torch.dtype) -> list[Tensor]:
+def run_chunks(problem: Problem, needs: Sequence[bool], product_dtype: torch.dtype) -> list[Tensor]:
+    """`compute_in_chunks`, as one opaque operator in a compiled graph.
+
+    Args:
+        problem: the checked arguments.
+        needs: of hidden, weight, bias, a and b, whether to compute the gradient.
+        product_dtype: see `compute_in_chunks`.
+
+    Returns:
+        The loss, both token losses, and the gradients that were asked for.
+    """
+    # Called outside a compiled graph, the operator would load the compiler.
+    if problem.shard is not None or not torch.compiler.is_compiling():
+        return _compute(problem, needs, product_dtype)
+    a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
+    made: list[Tensor] = _chunks_operator(
+        problem.hidden,
+        problem.weight,
+        problem.targets,
+        problem.token_weights,
+        problem.bias,
+        a,
+        b,
+        problem.softcap,
+        problem.logit_scale,
+        problem.label_smoothing,
+        problem.z_loss,
+        problem.ignore_index,
+        problem.chunk_size,
+        product_dtype,
+        list(needs),
+    )
+    return made
+
+
+def _compute(problem: Problem, needs: Sequence[bool], product_dtype: torch.dtype) -> list[Tensor]:
     result = compute_in_chunks(
         problem,
         Needs(*needs),
@@ -445,7 +459,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, replace: bool =
         total.add_(torch.mm(left, right))
 
 
-def _product_dtype(problem: Problem) -> torch.dtype:
+def choose_product_dtype(problem: Problem) -> torch.dtype:
     """What the operands of the matrix products are rounded to."""
     device = problem.hidden.device.type
     if device == "cpu":

@@ -5,7 +5,11 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from isoloss.losses.linear_cross_entropy.chunked import chunked_linear_cross_entropy
-from isoloss.losses.linear_cross_entropy.problem import LinearCrossEntropyOutput, build_problem
+from isoloss.losses.linear_cross_entropy.problem import (
+    LinearCrossEntropyOutput,
+    VocabularyShard,
+    build_problem,
+)
 from isoloss.losses.linear_cross_entropy.reference import reference_linear_cross_entropy
 
 Backend = Literal["auto", "reference", "chunked"]
@@ -93,17 +97,7 @@ def linear_cross_entropy(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
-    shard = None
-    if vocab_group is not None:
-        if backend == "reference":
-            raise ValueError(
-                "backend 'reference' needs the logits of the whole vocabulary and takes no vocab_group; use "
-                "'auto', or gather the weight"
-            )
-        # Not above: it needs a torch that was built with torch.distributed.
-        from isoloss.losses.linear_cross_entropy.vocab_parallel import find_shard
-
-        shard = find_shard(vocab_group, weight)
+    shard = find_vocabulary_shard(vocab_group, weight, backend)
     problem = build_problem(
         hidden,
         weight,
@@ -126,3 +120,25 @@ def linear_cross_entropy(
         output.token_losses.reshape(targets.shape),
         output.token_z_losses.reshape(targets.shape),
     )
+
+
+def find_vocabulary_shard(vocab_group: object | None, weight: Tensor, backend: str) -> VocabularyShard | None:
+    """The slice of the vocabulary that `weight` is; None, for all of it, without a group.
+
+    Collectives: as `vocab_parallel.find_shard`.
+
+    Raises:
+        ValueError: the backend needs the whole vocabulary.
+        TypeError: `vocab_group` is no group.
+    """
+    if vocab_group is None:
+        return None
+    if backend == "reference":
+        raise ValueError(
+            "backend 'reference' needs the logits of the whole vocabulary and takes no vocab_group; use "
+            "'auto', or gather the weight"
+        )
+    # Not above: it needs a torch that was built with torch.distributed.
+    from isoloss.losses.linear_cross_entropy.vocab_parallel import find_shard
+
+    return find_shard(vocab_group, weight)

@@ -19,6 +19,26 @@ def reference_linear_cross_entropy(problem: Problem) -> LinearCrossEntropyOutput
     Host syncs: one, on a device, for the number of rows that have a target.
     """
     dtype = problem.compute_dtype
+    rows, losses, z_losses = _row_losses(problem)
+    loss = (problem.token_weights[rows] * (losses + z_losses)).sum().to(dtype)
+    token_losses = problem.hidden.new_zeros(problem.targets.shape, dtype=dtype)
+    token_z_losses = torch.zeros_like(token_losses)
+    token_losses[rows] = losses.detach()
+    token_z_losses[rows] = z_losses.detach()
+    return LinearCrossEntropyOutput(loss, token_losses, token_z_losses)
+
+
+def reference_log_probs(problem: Problem) -> Tensor:
+    """Log-probability of each row's target, [N], 0 where ignored, by autograd through full logits.
+
+    Host syncs: as `reference_linear_cross_entropy`.
+    """
+    rows, losses, _ = _row_losses(problem)
+    return losses.new_zeros(problem.targets.shape).index_copy(0, rows, -losses)
+
+
+def _row_losses(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that have a target, int64[n], and their losses and z-losses, [n], in the graph."""
     # Rows are taken out, not multiplied by zero: 0 * NaN is NaN.
     rows = (problem.targets != problem.ignore_index).nonzero().squeeze(1)
     targets = problem.targets[rows]
@@ -37,13 +57,7 @@ def reference_linear_cross_entropy(problem: Problem) -> LinearCrossEntropyOutput
         z_losses = torch.zeros_like(log_sum)
         if problem.z_loss:
             z_losses = problem.z_loss * (log_sum + row_max.squeeze(1)).square()
-        loss = (problem.token_weights[rows] * (losses + z_losses)).sum().to(dtype)
-
-    token_losses = problem.hidden.new_zeros(problem.targets.shape, dtype=dtype)
-    token_z_losses = torch.zeros_like(token_losses)
-    token_losses[rows] = losses.detach()
-    token_z_losses[rows] = z_losses.detach()
-    return LinearCrossEntropyOutput(loss, token_losses, token_z_losses)
+    return rows, losses, z_losses
 
 
 def _logits(problem: Problem, rows: Tensor) -> Tensor:
