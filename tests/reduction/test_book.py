@@ -154,6 +154,37 @@ def test_loading_refuses_lost_channels_and_other_definitions():
         ledger.load_state_dict(state | {"metrics_version": METRICS_VERSION + 1})
 
 
+def test_other_of_a_saved_ledger_is_not_a_source_of_that_name():
+    ledger = Ledger([Term("text")], channels=["a"])
+    run(ledger, window([2, 5], [0, 1]))
+    assert ledger.channel_totals["other"]["tokens"] == 4
+    resumed = Ledger([Term("text")], channels=["a", "other"])
+    run(resumed, window([9], [1]))
+    resumed.load_state_dict(ledger.state_dict())
+    counts = {name: counts["tokens"] for name, counts in resumed.channel_totals.items()}
+    assert counts == {"a": 1, "other": 0, "other_": 4}
+    again = Ledger([Term("text")], channels=["a"])
+    again.load_state_dict(resumed.state_dict())
+    assert again.channel_totals == ledger.channel_totals
+    run(resumed, window([9], [1]))
+    with pytest.raises(ValueError, match=r"counts of channels \['other'\], which are not declared"):
+        again.load_state_dict(resumed.state_dict())
+
+
+@pytest.mark.parametrize("state", [{}, {"totals": {}}])
+def test_loading_names_what_a_state_lacks(state):
+    with pytest.raises(
+        ValueError, match="expected what Ledger.state_dict returned, got .* without .*'num_st"
+    ):
+        Ledger([Term("text")]).load_state_dict(state)
+
+
+@pytest.mark.parametrize("terms", [["text"], "text", Term("text"), {"text": 1.0}])
+def test_terms_are_a_list_of_terms(terms):
+    with pytest.raises(TypeError, match=r"a ledger takes a list of Term objects, got .*text.*write \[Term"):
+        Ledger(terms)
+
+
 def test_skipped_steps_are_counted_and_saved():
     ledger = Ledger([Term("text")])
     step = run(ledger, window([2]))

@@ -32,7 +32,7 @@ class Book:
         self.num_skipped = 0
         # Python integers: they do not wrap, and cannot round.
         self.totals = dict.fromkeys((*TOKEN_COUNTERS, "documents"), 0)
-        self.channel_totals = {name: dict.fromkeys(CHANNEL_COUNTERS, 0) for name in declaration.channel_names}
+        self.channel_totals = _no_counts(declaration)
         self.last_record: StepRecord | None = None
         self._expert_counts: Tensor | None = None
         self._expert_work: dist.Work | None = None
@@ -155,6 +155,11 @@ class Book:
                 self.topology.world_size,
             )
 
+    @property
+    def _other(self) -> str | None:
+        """Name under which documents of undeclared channels are counted; None without channels."""
+        return self.declaration.channel_names[-1] if self.declaration.channels else None
+
     def state_dict(self) -> dict[str, Any]:
         """Counts since the start of the run, in plain Python; the same on every rank."""
         return {
@@ -163,6 +168,7 @@ class Book:
             "num_skipped": self.num_skipped,
             "totals": dict(self.totals),
             "channel_totals": {name: dict(counts) for name, counts in self.channel_totals.items()},
+            "other_channel": self._other,
             "expert_counts": None if self.expert_counts is None else self.expert_counts.tolist(),
         }
 
@@ -170,19 +176,30 @@ class Book:
         """Take over the counts of another book, on any number of ranks.
 
         Raises:
-            ValueError: its metrics have other definitions, it counted channels not declared here, or experts
-                of another model.
+            ValueError: it is no state of a book, its metrics have other definitions, it counted channels not
+                declared here, or experts of another model.
         """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(
+                f"expected what Ledger.state_dict returned, got {sorted(state)} without {missing}; pass the "
+                "state of a ledger, as it was saved"
+            )
         if state["metrics_version"] != METRICS_VERSION:
             raise ValueError(
                 f"the ledger was saved with version {state['metrics_version']} of the metrics, this is "
                 f"version {METRICS_VERSION}; totals would mix two definitions, start a new run"
             )
-        lost = [
-            name
-            for name, counts in state["channel_totals"].items()
-            if name not in self.channel_totals and any(counts.values())
-        ]
+        channel_totals = _no_counts(self.declaration)
+        lost: list[str] = []
+        for name, counts in state["channel_totals"].items():
+            # "other" of one ledger may be the name of a source in another
+            place = name if name in self.declaration.channels else None
+            place = self._other if name == state["other_channel"] else place
+            if place is not None:
+                channel_totals[place] = dict(counts)
+            elif any(counts.values()):
+                lost.append(name)
         if lost:
             raise ValueError(
                 f"the ledger was saved with counts of channels {lost}, which are not declared now "
@@ -201,9 +218,7 @@ class Book:
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.totals = dict(state["totals"])
-        for name, counts in state["channel_totals"].items():
-            if name in self.channel_totals:
-                self.channel_totals[name] = dict(counts)
+        self.channel_totals = channel_totals
 
     def explain(self) -> str:
         """Each denominator of the last step whose record was read, and what it was made of."""
@@ -250,3 +265,8 @@ class Book:
                 ]
         lines.append(f"  train/loss = {record.loss:.12g}")
         return "\n".join(lines)
+
+
+def _no_counts(declaration: Declaration) -> dict[str, dict[str, int]]:
+    """Counts of every channel, all 0."""
+    return {name: dict.fromkeys(CHANNEL_COUNTERS, 0) for name in declaration.channel_names}
