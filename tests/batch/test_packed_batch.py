@@ -240,6 +240,8 @@ def column(*values: int, fill: int = IGN) -> Tensor:
         ({"weights": {"text": torch.full((12,), float("nan"))}}, r"negative or non-finite weight"),
         ({"token_extras": {"scores": torch.zeros(11, 2)}}, r"token_extras\['scores'\] has shape \[11, 2\]"),
         ({"document_extras": {"value": [1, 2]}}, r"document_extras\['value'\] has 2 entries for 1 documents"),
+        ({"document_extras": {"value": torch.tensor(1.0)}}, r"document_extras\['value'\] is one value for 1"),
+        ({"document_extras": {"value": 1.0}}, r"document_extras\['value'\] is one value for 1 documents"),
     ],
 )
 def test_errors_name_the_field_the_value_and_what_to_do(changes: dict[str, object], message: str) -> None:
@@ -251,3 +253,20 @@ def test_errors_name_the_field_the_value_and_what_to_do(changes: dict[str, objec
     }
     with pytest.raises(ValueError, match=message):
         PackedBatch(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": [1] * 12}, r"input_ids must be a Tensor, got \[1, 1, .* \(list\); make it with torch"),
+        ({"targets": {"text": [1] * 12}}, r"targets\['text'\] must be a Tensor"),
+        ({"targets": column(1)}, r"targets must be a Mapping, got tensor.* \(Tensor\); give \{'text'"),
+        ({"weights": {"text": [1.0] * 12}}, r"weights\['text'\] must be a Tensor"),
+        ({"token_extras": {"scores": [1.0] * 12}}, r"token_extras\['scores'\] must be a Tensor"),
+        ({"layout": [12]}, r"layout must be a Layout, got \[12\] \(list\); make it with Layout"),
+    ],
+)
+def test_what_is_no_tensor_is_named(changes: dict[str, object], message: str) -> None:
+    arguments = {"input_ids": column(), "targets": {"text": column(IGN)}, "layout": LAYOUT, **changes}
+    with pytest.raises(TypeError, match=message):
+        PackedBatch(**arguments)  # type: ignore[arg-type]

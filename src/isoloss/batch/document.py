@@ -53,15 +53,13 @@ class Document:
 
     def __post_init__(self) -> None:
         weight = self.weight
-        if type(weight) is not float and (isinstance(weight, Real) or _is_scalar(weight)):
-            object.__setattr__(self, "weight", float(weight))  # also a number of numpy's, or a tensor of one
+        # a number of numpy's, or a tensor of one
+        if not isinstance(weight, float):
+            if isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.ndim == 0):
+                object.__setattr__(self, "weight", float(weight))
 
     def __len__(self) -> int:
         return len(self.input_ids)
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def as_int64(values: IntSequence) -> Tensor:

@@ -1,6 +1,6 @@
 """One packed window with its targets: what a micro-batch is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Self, final
 
 import torch
@@ -35,6 +35,7 @@ class PackedBatch:
             sharded.
 
     Raises:
+        TypeError: something is no tensor, no mapping, or no Layout.
         ValueError: a shape that is not [T], a target outside a document or in a prefix, a weight that is
             negative or not finite, or weights of a term without targets.
     """
@@ -48,6 +49,8 @@ class PackedBatch:
         token_extras: Mapping[str, Tensor] | None = None,
         document_extras: Mapping[str, Any] | None = None,
     ) -> None:
+        _check_type("layout", layout, Layout, "make it with Layout(document_lengths)")
+        _check_type("targets", targets, Mapping, "give {'text': targets}, by term")
         self.layout = layout
         self.input_ids = input_ids
         self.targets = dict(targets)
@@ -85,6 +88,9 @@ class PackedBatch:
             **{f"targets[{term!r}]": values for term, values in self.targets.items()},
             **{f"weights[{term!r}]": values for term, values in self.weights.items()},
         }
+        extras = {f"token_extras[{name!r}]": values for name, values in self.token_extras.items()}
+        for name, values in {**per_slot, **extras}.items():
+            _check_type(name, values, Tensor, "make it with torch.tensor(...)")
         for name, values in per_slot.items():
             if values.shape != (slots,):
                 raise ValueError(
@@ -98,10 +104,11 @@ class PackedBatch:
                     "its first dimension runs over the slots of the window"
                 )
         for name, values in self.document_extras.items():
-            if len(values) != self.layout.num_documents:
+            is_one = not isinstance(values, Sized) or (isinstance(values, Tensor) and values.ndim == 0)
+            if is_one or len(values) != self.layout.num_documents:
                 raise ValueError(
-                    f"document_extras[{name!r}] has {len(values)} entries for {self.layout.num_documents} "
-                    "documents; give one per document (a prefix is none)"
+                    f"document_extras[{name!r}] {'is one value' if is_one else f'has {len(values)} entries'} "
+                    f"for {self.layout.num_documents} documents; give one per document (a prefix is none)"
                 )
         belongs = documents >= 0
         has_prefix = any(self.layout.is_prefix)
@@ -198,3 +205,10 @@ class PackedBatch:
             "layout": self.layout,
         }
         return inputs if self.topology is None else inputs | {"topology": self.topology}
+
+
+def _check_type(name: str, value: object, expected: type, advice: str) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(
+            f"{name} must be a {expected.__name__}, got {value!r:.60} ({type(value).__name__}); {advice}"
+        )

@@ -37,6 +37,7 @@ class Ledger:
             as "other", with a warning, and missing ones lower health/metadata_complete.
 
     Raises:
+        TypeError: a term is no Term.
         ValueError: no term, or a name that is given twice.
 
     Example:
@@ -61,6 +62,11 @@ class Ledger:
         measures: Sequence[str] = (),
         strict: bool = False,
     ) -> None:
+        if isinstance(terms, Term | str) or not all(isinstance(term, Term) for term in terms):
+            raise TypeError(
+                f"a ledger takes a list of Term objects, got {terms!r}; write [Term('text')], with a "
+                "reduction and a coefficient where they differ"
+            )
         if not terms:
             raise ValueError("a ledger needs at least one term, such as Term('text')")
         check_unique("term", [term.name for term in terms])
