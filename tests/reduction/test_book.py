@@ -133,6 +133,20 @@ def test_a66_totals_survive_a_resume_and_ignore_evaluation():
     assert state["totals"]["loss"] == 1000  # the saved state is a copy
 
 
+def test_every_step_shows_the_totals_of_its_own_end():
+    ledger = Ledger([Term("text")])
+    first = run(ledger, window([3]))
+    ledger.skip_step()
+    second = run(ledger, window([5]))
+    ledger.skip_step()
+    third = run(ledger, window([9]))
+    shown = [step.metrics() for step in (third, first, second, third)]
+    assert [values["tokens/source_total"] for values in shown] == [17, 3, 8, 17]
+    assert [values["documents_total"] for values in shown] == [3, 1, 2, 3]
+    assert [values["steps/skipped"] for values in shown] == [2, 1, 2, 2]
+    assert ledger.metrics(first.record + second.record)["tokens/source_total"] == 17
+
+
 def test_a74_totals_beyond_32_bits_are_exact():
     ledger = Ledger([Term("text")], channels=["a"])
     state = ledger.state_dict()

@@ -30,9 +30,12 @@ class Book:
         """Undeclared channel indices that every rank has been told of."""
         self.num_steps = 0
         self.num_skipped = 0
+        self.total_metrics: dict[str, float]
+        """Counts since the start of the run at the end of the last training step, by name."""
         # Python integers: they do not wrap, and cannot round.
         self.totals = dict.fromkeys((*TOKEN_COUNTERS, "documents"), 0)
         self.channel_totals = _no_counts(declaration)
+        self._tell_totals()
         self.last_record: StepRecord | None = None
         self._expert_counts: Tensor | None = None
         self._expert_work: dist.Work | None = None
@@ -120,6 +123,11 @@ class Book:
             "every channel when the ledger is made"
         ]
 
+    def skip(self) -> None:
+        """Note that the optimizer did not move in the last step."""
+        self.num_skipped += 1
+        self.total_metrics["steps/skipped"] = float(self.num_skipped)
+
     def _count(self, opening: Tensor) -> None:
         schema = self.declaration.opening
         self.num_steps += 1
@@ -131,19 +139,30 @@ class Book:
         ):
             for name, count in zip(self.declaration.channel_names, row, strict=True):
                 self.channel_totals[name][counter] += int(count)
+        self._tell_totals()
 
-    def metrics(self, record: StepRecord, *, training: bool) -> dict[str, float]:
-        """Numbers of a record by name; those of training with the counts since the start of the run."""
+    def _tell_totals(self) -> None:
+        # a new one: the steps before keep theirs
+        self.total_metrics = {f"tokens/{name}_total": float(self.totals[name]) for name in TOKEN_COUNTERS}
+        self.total_metrics["documents_total"] = float(self.totals["documents"])
+        self.total_metrics["steps/skipped"] = float(self.num_skipped)
+
+    def metrics(
+        self, record: StepRecord, *, training: bool, totals: dict[str, float] | None = None
+    ) -> dict[str, float]:
+        """Numbers of a record by name; those of training with the counts since the start of the run.
+
+        Args:
+            record: of one step or several.
+            training: whether they were training steps.
+            totals: `total_metrics` when the step ended; None: as they are now.
+        """
         for fault in record.unbalanced_terms() + record.unbalanced_channels():
             logger.error("isoloss: the books do not balance: %s", fault)
         self.last_record = record
         if not training:
             return record.metrics("eval/")
-        values = record.metrics()
-        values |= {f"tokens/{name}_total": float(self.totals[name]) for name in TOKEN_COUNTERS}
-        values["documents_total"] = float(self.totals["documents"])
-        values["steps/skipped"] = float(self.num_skipped)
-        return values
+        return record.metrics() | (self.total_metrics if totals is None else totals)
 
     def warn_unsummed(self, _: Tensor) -> None:
         """Hook of a share that is backpropagated although nothing sums gradients over the ranks."""
@@ -219,6 +238,7 @@ class Book:
         self.num_skipped = state["num_skipped"]
         self.totals = dict(state["totals"])
         self.channel_totals = channel_totals
+        self._tell_totals()
 
     def explain(self) -> str:
         """Each denominator of the last step whose record was read, and what it was made of."""

@@ -177,7 +177,7 @@ class Ledger:
 
     def skip_step(self) -> None:
         """Note that the optimizer did not move in the last step (`steps/skipped`)."""
-        self._book.num_skipped += 1
+        self._book.skip()
 
     def state_dict(self) -> dict[str, Any]:
         """Counts since the start of the run; the same on every rank, fit for any number of ranks."""

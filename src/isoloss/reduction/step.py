@@ -132,6 +132,7 @@ class Step:
         """Views of the closing vector."""
         self._opening: Tensor | None = None
         self._record: StepRecord | None = None
+        self._totals: dict[str, float] | None = None
         self._pending: tuple[Tensor, dist.Work | None] | None = None
 
     # -- the block
@@ -187,6 +188,7 @@ class Step:
             self._book.close(
                 self._opening, self._windows, training=self.training, read_record=lambda: self.record
             )
+            self._totals = self._book.total_metrics
             if self.training and self._declaration.routing is not None and experts is not None:
                 self._book.keep_expert_counts(*experts)
         except BaseException:
@@ -493,7 +495,7 @@ class Step:
         The longest document is a maximum, which no sum can tell: on one rank it is here, on several it comes
         from `reduce_maxima`, on the steps that are logged.
         """
-        values = self._book.metrics(self.record, training=self.training)
+        values = self._book.metrics(self.record, training=self.training, totals=self._totals)
         if self.training and self._topology.world_size == 1:
             values["packing/max_document_length"] = float(self.max_document_length)
         return values
