@@ -133,6 +133,22 @@ def test_a66_totals_survive_a_resume_and_ignore_evaluation():
     assert state["totals"]["loss"] == 1000  # the saved state is a copy
 
 
+def test_targets_of_undeclared_terms_are_no_loss_tokens():
+    targets = {
+        "text": torch.tensor([5, -100, -100, -100]),
+        "image": torch.tensor([1, 1, 1, -100]),
+        "mtp": torch.tensor([-100, 5, -100, -100]),
+    }
+    batch = PackedBatch(torch.arange(4), targets, Layout([4], [0]))
+    for names, expected in ((["text"], 1), (["text", "mtp"], 2), (["other"], 0), (["text", "image"], 3)):
+        ledger = Ledger([Term(name) for name in names], channels=["a"])
+        with ledger.step([batch]) as step:
+            for name in names:
+                step.add(name, torch.zeros(4), batch)
+        metrics = step.metrics()
+        assert metrics["tokens/loss"] == metrics["channel_tokens/a"] == ledger.totals["loss"] == expected
+
+
 def test_every_step_shows_the_totals_of_its_own_end():
     ledger = Ledger([Term("text")])
     first = run(ledger, window([3]))

@@ -1,6 +1,6 @@
 """One packed window with its targets: what a micro-batch is."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Self, final
 
 import torch
@@ -75,10 +75,7 @@ class PackedBatch:
             for term, values in host_targets.items()
         }
         """What each term finds in the documents of the whole window, on the host."""
-        scored = torch.zeros(layout.physical_tokens, dtype=torch.bool)
-        for values in host_targets.values():
-            scored |= values != IGNORE_INDEX
-        self.loss_tokens = torch.bincount(document_ids[scored], minlength=len(layout.document_lengths))
+        self.loss_tokens = self.count_loss_tokens(host_targets)
         """Slots of each document that are a target of any term, int64[documents], on the host."""
 
     def _check(self, documents: Tensor) -> None:
@@ -144,6 +141,14 @@ class PackedBatch:
             {term: torch.full((window,), IGNORE_INDEX) for term in terms},
             Layout([], padded_length=window),
         )
+
+    def count_loss_tokens(self, terms: Iterable[str]) -> Tensor:
+        """Slots of each document that are a target of any of `terms`, int64[documents]; of a whole window."""
+        scored = torch.zeros(len(self), dtype=torch.bool)
+        for term in terms:
+            scored |= (self.targets[term] != IGNORE_INDEX).to("cpu")
+        documents = self.document_ids.to("cpu")[scored]
+        return torch.bincount(documents, minlength=len(self.layout.document_lengths))
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

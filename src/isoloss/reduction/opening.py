@@ -43,7 +43,8 @@ def count_windows(
             targets[index] = sum(_num_targets(window, term.name) for window in windows)
         if declaration.channels:
             channel_weights[index].index_add_(0, channels, document_weights)
-    loss_tokens = torch.cat([window.loss_tokens for window in windows])
+    declared = {term.name for term in declaration.terms}
+    loss_tokens = torch.cat([_loss_tokens(window, declared) for window in windows])
     schema.block(vector, "tokens").copy_(
         torch.tensor(
             [
@@ -56,7 +57,6 @@ def count_windows(
     )
     schema.block(vector, "documents").fill_(sum(layout.num_documents for layout in layouts))
     schema.block(vector, "digest").fill_(sum(digest_documents(window) for window in windows))
-    declared = {term.name for term in declaration.terms}
     schema.block(vector, "unknown_term").fill_(
         sum(
             _num_targets(window, name) for window in windows for name in window.counts if name not in declared
@@ -87,6 +87,13 @@ def _term_weights(window: PackedBatch, term: Term) -> Tensor:
 def _num_targets(window: PackedBatch, term: str) -> int:
     counts = window.counts.get(term)
     return 0 if counts is None else int(counts.num_targets.sum())
+
+
+def _loss_tokens(window: PackedBatch, declared: set[str]) -> Tensor:
+    """Slots of each document that are a target of a declared term; what is not declared is not trained."""
+    if declared.issuperset(window.targets):
+        return window.loss_tokens
+    return window.count_loss_tokens(declared.intersection(window.targets))
 
 
 def channel_indices(sources: Tensor, declaration: Declaration) -> Tensor:
