@@ -32,6 +32,8 @@ LEVELS = {
 }
 CORE_LEVEL = 1
 """The core, up to this level, imports torch and the standard library alone."""
+OPTIONAL_IMPORTS = {"isoloss.losses.linear_cross_entropy.triton_kernels": "triton"}
+"""Modules of the core that need one more package, and are imported only when what they do is asked for."""
 
 MAY_COMMUNICATE = (
     "isoloss.topology",
@@ -169,7 +171,7 @@ def foreign_imports(modules: Mapping[str, ast.Module]) -> list[str]:
         for importer, tree in modules.items()
         if importer == "isoloss" or _level(importer) <= CORE_LEVEL
         for line, name in _imports(tree)
-        if name.partition(".")[0] not in allowed
+        if name.partition(".")[0] not in allowed | {OPTIONAL_IMPORTS.get(importer)}
     ]
 
 
@@ -218,7 +220,9 @@ def test_a_loop_of_ones_own_runs_with_torch_alone():
     """A step runs where nothing but torch is installed, numpy included."""
     program = """
 import sys
-blocked = ("transformers", "pydantic", "datasets", "yaml", "rich", "jinja2", "numpy", "tensorboard")
+blocked = (
+    "transformers", "pydantic", "datasets", "yaml", "rich", "jinja2", "numpy", "tensorboard", "triton"
+)
 sys.modules.update(dict.fromkeys(blocked))  # None: importing one raises ModuleNotFoundError
 import warnings
 warnings.simplefilter("ignore")  # torch mentions that numpy is missing

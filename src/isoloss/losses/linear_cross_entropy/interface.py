@@ -1,18 +1,26 @@
 """`linear_cross_entropy`: one signature and one contract over several backends."""
 
+from importlib.util import find_spec
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-from isoloss.losses.linear_cross_entropy.chunked import chunked_linear_cross_entropy
+from isoloss.losses.linear_cross_entropy.chunked import Kernels, chunked_linear_cross_entropy
 from isoloss.losses.linear_cross_entropy.problem import (
     LinearCrossEntropyOutput,
+    Problem,
     VocabularyShard,
     build_problem,
 )
+from isoloss.losses.linear_cross_entropy.recomputed import recomputed_linear_cross_entropy
 from isoloss.losses.linear_cross_entropy.reference import reference_linear_cross_entropy
 
-Backend = Literal["auto", "reference", "chunked"]
+Backend = Literal["auto", "reference", "chunked", "triton"]
+Gradients = Literal["forward", "backward"]
+
+_SMALLEST_CAPABILITY = (8, 0)
+"""Of a CUDA device, for "auto" to choose Triton: what Triton names as supported."""
 
 
 def linear_cross_entropy(
@@ -31,6 +39,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     vocab_group: object | None = None,
     backend: Backend | str = "auto",
+    gradients: Gradients | str = "forward",
 ) -> LinearCrossEntropyOutput:
     """The weighted sum of cross entropies of a linear head, and the loss of each row from the same pass.
 
@@ -45,10 +54,10 @@ def linear_cross_entropy(
     before the projection: whatever they hold reaches nothing, and their gradients are exactly 0. Without any
     target the loss is 0 and every gradient is zeros.
 
-    The "chunked" backend computes the gradients of `loss` during the forward pass, for the inputs that need
-    one and only when grad mode is on; backward hands them out, multiplied by the incoming gradient unless
-    that is 1. So put the denominator into `token_weights`, where it costs nothing. Sums over rows are kept
-    in float32 (float64) and rounded to the dtype of the input once. Only first derivatives exist.
+    The gradients of `loss` are computed during the forward pass, for the inputs that need one and only when
+    grad mode is on; backward hands them out, multiplied by the incoming gradient unless that is 1. So put the
+    denominator into `token_weights`, where it costs nothing. Sums over rows are kept in float32 (float64) and
+    rounded to the dtype of the input once. Only first derivatives exist.
 
     Args:
         hidden: [N, H], or [..., H] with leading dimensions shared by every per-row argument; floating.
@@ -68,16 +77,25 @@ def linear_cross_entropy(
             whole vocabulary), `token_weights` and a must be the same on every rank, and gradients of hidden
             and a come out complete. A `VocabularyShard` (`vocab_parallel.find_shard`, `shard_of`) instead of
             a group saves the collective that asks for the sizes. torch.compile runs this path eagerly.
-        backend: "chunked", "reference" (full logits, plain autograd), or "auto", the fastest that applies.
+        backend: "chunked" makes losses and gradients out of a chunk of logits by torch, "triton" by a fused
+            kernel, on CUDA; with `vocab_group`, which the kernel does not take, that is "chunked" too.
+            "reference" has full logits and plain autograd. "auto" is "triton" on CUDA devices of capability
+            8.0 and above where the package triton is installed, else "chunked".
+        gradients: "forward" is described above. "backward" keeps nothing of the size of a weight or of hidden
+            between the passes, and no sum of weight gradients is alive during the rest of the model's
+            backward; backward computes the logits again with the incoming gradient in the weight of each row:
+            four matrix products instead of three. Loss and token losses are the same bits. Inputs must not be
+            changed in place before backward. "reference" is always like that.
 
     Returns:
         `LinearCrossEntropyOutput`: loss, token_losses, token_z_losses. All are float32 for bfloat16, float16
         and float32 inputs, and float64 if hidden or weight is float64.
 
-    Collectives: none without `vocab_group`. With it a MAX and a SUM per chunk, one SUM for the gradients of
-    hidden and a, and one SUM for the sizes; their number and size depend on shapes and options alone.
+    Collectives: none without `vocab_group`. With it a MAX and a SUM per chunk (with gradients="backward" once
+    more in backward, which every rank must then run), one SUM for the gradients of hidden and a, and one SUM
+    for the sizes; their number and size depend on shapes and options alone.
 
-    Host syncs: none with "chunked"; one on a device with "reference".
+    Host syncs: none; one on a device with "reference".
 
     Raises:
         ValueError: a shape, option, group or backend that does not fit; on CPU also a target outside [0, V)
@@ -97,6 +115,10 @@ def linear_cross_entropy(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+    if gradients not in get_args(Gradients):
+        raise ValueError(
+            f"gradients must be 'forward' or 'backward', the pass that computes them, got {gradients!r}"
+        )
     shard = find_vocabulary_shard(vocab_group, weight, backend)
     problem = build_problem(
         hidden,
@@ -113,13 +135,49 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         shard=shard,
     )
-    run = reference_linear_cross_entropy if backend == "reference" else chunked_linear_cross_entropy
-    output = run(problem)
+    if backend == "reference":
+        output = reference_linear_cross_entropy(problem)
+    else:
+        run = chunked_linear_cross_entropy if gradients == "forward" else recomputed_linear_cross_entropy
+        output = run(problem, choose_kernels(backend, problem))
     return LinearCrossEntropyOutput(
         output.loss,
         output.token_losses.reshape(targets.shape),
         output.token_z_losses.reshape(targets.shape),
     )
+
+
+def choose_kernels(backend: str, problem: Problem) -> Kernels:
+    """What makes losses and gradients out of logits, by backend, device and options, as documented above.
+
+    Raises:
+        ValueError: "triton" is asked for and cannot run here.
+    """
+    device = problem.hidden.device
+    if backend == "triton":
+        _check_triton_runs_on(device)
+        is_wanted = True
+    else:
+        is_wanted = backend == "auto" and device.type == "cuda" and find_spec("triton") is not None
+        is_wanted = is_wanted and torch.cuda.get_device_capability(device) >= _SMALLEST_CAPABILITY
+    # The statistics of a shard are reduced over ranks between the two halves of what the kernel does.
+    return "triton" if is_wanted and problem.shard is None else "torch"
+
+
+def _check_triton_runs_on(device: torch.device) -> None:
+    try:
+        # Not above: the core needs torch alone.
+        from isoloss.losses.linear_cross_entropy import triton_kernels
+    except ImportError as error:
+        raise ValueError(
+            f"backend 'triton' needs the package triton, got: {error}; install isoloss[triton], or use "
+            "backend 'auto'"
+        ) from error
+    if device.type != "cuda" and not triton_kernels.is_interpreted():
+        raise ValueError(
+            f"backend 'triton' needs tensors on a CUDA device, got {device}; use backend 'auto', or start "
+            "the process with TRITON_INTERPRET=1, which runs the kernel on CPU tensors, for tests"
+        )
 
 
 def find_vocabulary_shard(vocab_group: object | None, weight: Tensor, backend: str) -> VocabularyShard | None:

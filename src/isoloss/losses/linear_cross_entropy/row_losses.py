@@ -21,8 +21,30 @@ class RowLosses:
 
     losses: Tensor
     z_losses: Tensor
-    sums: Tensor
-    """Sum over the vocabulary of exp(z - max): what the gradient in the logits buffer is to be divided by."""
+    sums: Tensor | None
+    """Sum over the vocabulary of exp(z - max): what the gradient in the logits buffer is to be divided by.
+
+    None if nothing is left to be done to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChunk:
+    """What the chunk loop gives to a loss other than the cross entropy, see `RowComputation`."""
+
+    logits: Tensor
+    """[m, V], scaled, divided by the softcap if there is one, without bias; to be overwritten."""
+    take: Callable[[Tensor], Tensor]
+    """The rows of this chunk out of a per-row tensor [N, ...]; zeros in place of ignored rows."""
+    add_bias: Callable[[Tensor, int, int], None] | None
+    """See `compute_row_losses_`."""
+    needs_gradient: bool
+    """Whether what is left in `logits` will be used."""
+    reduced_rows: int
+    """Of a vocabulary shard, the length of what is reduced: at least m, the same on every rank."""
+
+
+RowComputation = Callable[[LogitsChunk], RowLosses]
+"""Loss of each row of a chunk; leaves in the logits its gradient times `RowLosses.sums`, in place."""
 
 
 def block_rows(num_rows: int, vocabulary: int, device: torch.device) -> int:
