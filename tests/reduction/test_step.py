@@ -1,6 +1,7 @@
 """One process: the block of a step, its shares against sums by hand, and what it refuses."""
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -92,6 +93,43 @@ def test_a33_nan_without_a_target_counts_nowhere_and_with_one_shows():
     assert losses.grad.tolist() == [0.5, 0.0, 0.5, 0.0]
     step = close_one(ledger, window([4], [1, 1, 1, -100]), losses)
     assert step.metrics()["train/loss"] != step.metrics()["train/loss"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("call", ["loss", "loss_from_logits", "add", "add_documents"])
+def test_a_target_of_weight_0_contributes_exactly_0_whatever_its_loss(call, bad):
+    """A33 with weights: with any other weight it shows."""
+    layout = Layout([2, 2], alignment=2)
+    targets = {"text": torch.tensor([1, -100, 1, -100])}
+    head = torch.zeros(3, 2, dtype=F64, requires_grad=True)
+    for weight, shows in ((0.0, False), (0.5, True)):
+        batch = PackedBatch(
+            torch.arange(4), targets, layout, weights={"text": torch.tensor([weight, 0.0, 1.0, 0.0])}
+        )
+        values = torch.ones(2 if call == "add_documents" else 4, dtype=F64)
+        if call.startswith("loss"):
+            values = torch.ones(4, 3 if call == "loss_from_logits" else 2, dtype=F64)
+        values[0] = bad
+        values.requires_grad_()
+        head.grad = None
+        ledger = Ledger([Term("text", "document" if call == "add_documents" else "token")], channels=["a"])
+        with ledger.step([batch]) as step:
+            if call == "loss":
+                share = step.loss(values, head, batch)
+            elif call == "loss_from_logits":
+                share = step.loss_from_logits(values, batch)
+            elif call == "add":
+                share = step.add(None, values, batch)
+            else:
+                share = step.add_documents(None, values, batch)
+            share.backward()
+        assert math.isfinite(share.item()) != shows
+        assert math.isfinite(step.metrics()["train/loss"]) != shows
+        assert bool(step.record.nonfinite()) == shows
+        if not shows:
+            assert values.grad[0].eq(0).all() and values.grad.isfinite().all()
+            assert head.grad is None or head.grad.isfinite().all()
+            assert step.metrics()["train/loss"] == share.item()
 
 
 def test_loss_from_logits_ignores_nan_in_rows_without_target():

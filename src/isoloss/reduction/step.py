@@ -19,7 +19,11 @@ from torch.distributed.tensor import DTensor
 from isoloss.batch.document import IGNORE_INDEX
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.weighting import TOKEN_REDUCTIONS, reduction_factors, weigh_documents
-from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
+from isoloss.losses.linear_cross_entropy import (
+    LinearCrossEntropyOutput,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from isoloss.losses.linear_cross_entropy.vocab_parallel import shard_of
 from isoloss.losses.router import expert_frequencies
 from isoloss.reduction.book import Book
@@ -259,13 +263,41 @@ class Step:
         output = kernel(
             hidden=rows,
             weight=weight,
-            targets=targets,
+            targets=_weighted_targets(targets, weights),
             token_weights=self._scaled(weights, index, _compute_dtype(rows)),
             **kernel_options,
         )
         z_losses = output.token_z_losses if kernel_options.get("z_loss") else None
         self._record_tokens(index, batch, targets, weights, output.token_losses, z_losses, output.loss)
         return self._watched(output.loss)
+
+    def log_probs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        batch: PackedBatch,
+        *,
+        term: str | None = None,
+        **kernel_options: Any,
+    ) -> Tensor:
+        """Log-probability of every target of a term, for losses that are no sum of cross entropies.
+
+        Args:
+            hidden: hidden states of the batch's slots, [..., H], in slot order.
+            weight: weight of the language-model head, [V, H]; see `loss`.
+            batch: the micro-batch, as the step yields it.
+            term: name of the term whose targets are meant, of any reduction; None where only one is declared.
+            **kernel_options: passed to `linear_log_probs` (bias, softcap, logit_scale, ...).
+
+        Returns:
+            [T_local], float32 (float64 for float64 input), differentiable; 0 where there is no target.
+            Nothing is recorded: hand the losses made of it to `add`, `add_documents` or `add_groups`.
+        """
+        index = self._term_index(term, TERM_REDUCTIONS)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        targets = self._targets(batch, index, rows.shape[0], "hidden", rows.device)
+        weight, kernel_options = self._own_classes(weight, kernel_options)
+        return linear_log_probs(rows, weight, targets, **kernel_options)
 
     def loss_from_logits(self, logits: Tensor, batch: PackedBatch, *, term: str | None = None) -> Tensor:
         """This rank's share of a term's cross entropy, from full logits [..., V]. See `loss`.
@@ -275,10 +307,11 @@ class Step:
         index = self._term_index(term, TOKEN_REDUCTIONS)
         rows = logits.reshape(-1, logits.shape[-1])
         targets = self._targets(batch, index, rows.shape[0], "logits", rows.device)
+        weighted = _weighted_targets(targets, self._token_weights(batch, index, rows.device))
         # A NaN in a row without target would reach the gradient as NaN * 0.
-        rows = rows.masked_fill((targets == IGNORE_INDEX).unsqueeze(-1), 0.0)
+        rows = rows.masked_fill((weighted == IGNORE_INDEX).unsqueeze(-1), 0.0)
         losses = nn.functional.cross_entropy(
-            rows.to(_compute_dtype(rows)), targets, ignore_index=IGNORE_INDEX, reduction="none"
+            rows.to(_compute_dtype(rows)), weighted, ignore_index=IGNORE_INDEX, reduction="none"
         )
         return self._add_tokens(index, losses, batch, targets)
 
@@ -563,8 +596,8 @@ class Step:
     def _add_tokens(self, index: int, losses: Tensor, batch: PackedBatch, targets: Tensor) -> Tensor:
         is_target = targets != IGNORE_INDEX
         losses = losses.to(_compute_dtype(losses))
-        kept = torch.where(is_target, losses, 0.0)
         weights = self._token_weights(batch, index, losses.device)
+        kept = torch.where(_weighted_targets(targets, weights) != IGNORE_INDEX, losses, 0.0)
         share = (kept * torch.where(is_target, self._scaled(weights, index, losses.dtype), 0.0)).sum()
         orphans = torch.where(is_target, 0.0, losses.detach()).abs().nan_to_num(nan=0.0).sum()
         self._record_tokens(index, batch, targets, weights, kept.detach(), None, share, orphans)
@@ -620,7 +653,7 @@ class Step:
         losses = losses.to(_compute_dtype(losses))
         weights = units.weights.to(losses.device, non_blocking=True)
         has_target = units.has_target.to(losses.device, non_blocking=True)
-        kept = torch.where(has_target, losses, 0.0)
+        kept = torch.where(has_target & (weights != 0), losses, 0.0)
         share = (kept * self._scaled(weights, index, losses.dtype)).sum()
         if not in_backward() and self._topology.owns_windows:
             self._write(
@@ -738,6 +771,11 @@ class _SumOverShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+def _weighted_targets(targets: Tensor, weights: Tensor) -> Tensor:
+    """The targets that weigh something. One of weight 0 counts for nothing, and 0 * NaN would be NaN."""
+    return torch.where(weights == 0, IGNORE_INDEX, targets)
 
 
 def _on_this_rank(options: dict[str, Any]) -> dict[str, Any]:
