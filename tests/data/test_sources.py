@@ -2,7 +2,7 @@
 
 import json
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from data.corpora import write_rows
 from isoloss.data import shards
 from isoloss.data.errors import DataError
+from isoloss.data.rows import Conversation, check_row
 from isoloss.data.sources import Source, SourceSpec
 
 ROWS: list[dict[str, Any]] = [{"text": "a"}, {"text": "b\u2028c", "channel": "x"}, {"text": "2024-01-01"}]
@@ -21,6 +22,10 @@ TABLE = [{"channel": None, **row} for row in ROWS]
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def check_text(row: Mapping[str, Any]) -> bool:
+    return isinstance(check_row(row, loss_on="assistant"), Conversation)
 
 
 def source(path: Path | str) -> Source:
@@ -57,7 +62,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 def test_every_kind_of_file_gives_the_rows_as_they_were_written(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name)
     assert rows(tmp_path / name) == ROWS
-    survey = source(tmp_path / name).survey(loss_on="assistant")
+    survey = source(tmp_path / name).survey(check_text)
     assert list(survey.channels) == ["s", "x"]
     assert survey.faults == []
 
@@ -184,7 +189,7 @@ def test_a_folder_whose_files_only_sound_like_splits_is_read_whole(tmp_path: Pat
 def faults(path: Path | str) -> str:
     """What is said of a source, on opening it or on looking through it."""
     with pytest.raises(DataError) as caught:
-        found = source(path).survey(loss_on="assistant")
+        found = source(path).survey(check_text)
         raise DataError("\n".join(found.faults))
     return str(caught.value)
 
@@ -204,7 +209,7 @@ def test_malformed_lines_are_named_with_column_and_fix_all_at_once(tmp_path: Pat
 
 
 def test_ten_faults_are_shown_and_all_are_counted(tmp_path: Path) -> None:
-    survey = source(write_rows(tmp_path / "a.jsonl", [{"text": ""}] * 25)).survey(loss_on="assistant")
+    survey = source(write_rows(tmp_path / "a.jsonl", [{"text": ""}] * 25)).survey(check_text)
     assert (len(survey.faults), survey.num_faults) == (10, 25)
 
 
@@ -279,7 +284,7 @@ def test_a_field_that_is_nearly_ours_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_rows(tmp_path / "a.jsonl", [{"text": "a", "weigth": 2}] * 3)
-    source(tmp_path / "a.jsonl").survey(loss_on="assistant")
+    source(tmp_path / "a.jsonl").survey(check_text)
     assert caplog.text.count("'weigth' is not read; did you mean 'weight'?") == 1
 
 

@@ -320,7 +320,9 @@ def test_a_small_cache_changes_no_window(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(training_data, "_CACHED_TOKENS", 150)
     data = open_data([spec(path)], num_passes=3)
     assert steps([data]) == reference
-    assert data._cached_tokens == sum(len(document) for document in data._documents.values())
+    assert data._cached_tokens == sum(
+        len(document) for documents in data._documents.values() for document in documents
+    )
     assert data._cached_tokens <= 150 or len(data._documents) == 1
 
 

@@ -179,10 +179,10 @@ def test_a_misspelt_section() -> None:
 
 
 def test_a_key_without_a_neighbour_lists_the_keys() -> None:
-    message = fault(GOOD + "objective:\n  zzz: 1\n")
+    message = fault(GOOD + "parallel:\n  zzz: 1\n")
     assert message == (
-        "recipe.yaml:14: objective.zzz is not a key of objective; use one of type, loss_reduction, "
-        "router_aux_loss_coef, router_z_loss_coef, router_counts"
+        "recipe.yaml:14: parallel.zzz is not a key of parallel; use one of dp_replicate_size, "
+        "dp_shard_size, cp_size, sp_size, tp_size, ep_size"
     )
 
 
@@ -460,8 +460,7 @@ def test_sizes_that_do_not_multiply_to_the_world_size() -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("objective.type=preference", "objective.type"),
-        ("objective.type=policy_gradient", "objective.type"),
+        ("objective.type=multimodal", "objective.type"),
         ("model.lora={r: 8}", "model.lora"),
         ("data.num_workers=2", "data.num_workers"),
         ("train.profile=true", "train.profile"),
@@ -476,9 +475,16 @@ def test_what_is_not_built_yet_is_refused(override: str, key: str) -> None:
 
 
 def test_the_schema_has_what_is_not_built_yet() -> None:
-    recipe = dataclasses.replace(parse_recipe(GOOD), objective=ObjectiveConfig(type="preference"))
-    with pytest.raises(RecipeError, match="objective.type preference"):
+    recipe = dataclasses.replace(parse_recipe(GOOD), objective=ObjectiveConfig(type="multimodal"))
+    with pytest.raises(RecipeError, match="objective.type multimodal"):
         check_supported(recipe)
+
+
+def test_a_key_of_another_objective_is_named() -> None:
+    message = fault(GOOD, "objective.beta=0.2")
+    assert message.startswith("override objective.beta=0.2: objective.beta is 0.2, which has no effect with")
+    assert "objective.type causal_lm; remove it, or set objective.type to preference" in message
+    assert parse_recipe(GOOD, ["objective.label_smoothing=0.1"]).objective.label_smoothing == 0.1
 
 
 # all at once

@@ -4,7 +4,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -13,7 +13,7 @@ import numpy as np
 
 from isoloss.data.errors import DataError, RowError
 from isoloss.data.ordering import choose
-from isoloss.data.rows import Conversation, LossOn, check_row, near_misses, row_channel
+from isoloss.data.rows import near_misses, row_channel
 from isoloss.data.shards import MAX_FAULTS, Row, Shard, open_file, open_saved
 
 logger = logging.getLogger(__name__)
@@ -92,21 +92,25 @@ class Source:
         shard, position = self._find(index)
         return shard.place(position)
 
-    def survey(self, *, loss_on: LossOn, vocabulary_size: int | None = None) -> Survey:
-        """Look at every row, before anything is trained, as far as can be told without a tokenizer."""
+    def survey(self, check: Callable[[Row], bool]) -> Survey:
+        """Look at every row, before anything is trained.
+
+        Args:
+            check: raises `RowError` for a row at fault, and says whether the chat template renders it.
+        """
         found = Survey()
         doubtful: dict[str, None] = {}
         for index, (shard, position, raw) in enumerate(self._scan()):
             try:
                 row = shard.parse(raw)
-                content = check_row(row, loss_on=loss_on, vocabulary_size=vocabulary_size)
+                is_conversation = check(row)
                 found.channels.setdefault(row_channel(row, self.spec.name))
             except RowError as error:
                 found.num_faults += 1
                 if found.num_faults <= MAX_FAULTS:
                     found.faults.append(error.at(shard.place(position)))
                 continue
-            if found.first_conversation is None and isinstance(content, Conversation):
+            if found.first_conversation is None and is_conversation:
                 found.first_conversation = index
             if index < 1000:
                 doubtful.update(dict.fromkeys(near_misses(row)))

@@ -13,12 +13,10 @@ from isoloss.batch.packed_batch import PackedBatch
 from isoloss.batch.packing import LongDocuments, Packer
 from isoloss.data.errors import DataError, RowError
 from isoloss.data.lanes import Key, Lane, MixtureSpec, Permutations
-from isoloss.data.rows import LossOn, row_channel
+from isoloss.data.row_format import RowFormat, text_format
+from isoloss.data.rows import row_channel
 from isoloss.data.shards import MAX_FAULTS
 from isoloss.data.sources import Source, SourceSpec
-from isoloss.data.tokenising import Tokeniser
-
-TERM = "text"
 
 MAX_CHANNELS = 1000
 """More are taken for a field that is no channel, such as the address of each document."""
@@ -39,7 +37,6 @@ class DataSettings:
     alignment: int
     windows_per_step: int
     seed: int
-    loss_on: LossOn = "assistant"
     long_documents: LongDocuments = "truncate"
     weight_by: Literal["token", "document"] = "token"
     small_sources: Literal["error", "repeat"] = "error"
@@ -54,6 +51,7 @@ class TrainingData:
     Args:
         settings: what windows depend on.
         tokenizer: of the model.
+        row_format: how rows become documents; None: `text_format`, assistant turns being targets.
         data_rank: this rank's place among those that read different windows.
         data_size: how many such ranks there are.
 
@@ -65,21 +63,20 @@ class TrainingData:
         self,
         settings: DataSettings,
         tokenizer: PreTrainedTokenizerBase,
+        row_format: RowFormat | None = None,
         *,
         data_rank: int,
         data_size: int,
     ) -> None:
         self._settings = settings
+        self._format = text_format(tokenizer, "assistant") if row_format is None else row_format
         self._data_rank = data_rank
         self._data_size = data_size
         self._fingerprint = _fingerprint(tokenizer)
         self._pad_token_id = tokenizer.pad_token_id or 0
         weights = _weights(settings.sources)
         self._sources = _open_sources(settings.sources)
-        surveys = [
-            source.survey(loss_on=settings.loss_on, vocabulary_size=len(tokenizer))
-            for source in self._sources
-        ]
+        surveys = [source.survey(self._format.check) for source in self._sources]
         _raise_faults(
             [fault for survey in surveys for fault in survey.faults], sum(s.num_faults for s in surveys)
         )
@@ -92,8 +89,7 @@ class TrainingData:
                 "is something else, give the rows a `channel`, or leave `source` out"
             )
         self._channel_index = {name: index for index, name in enumerate(self.channels)}
-        self._tokeniser = Tokeniser(tokenizer, settings.loss_on)
-        self._documents: OrderedDict[Key, Document] = OrderedDict()
+        self._documents: OrderedDict[Key, Sequence[Document]] = OrderedDict()
         self._cached_tokens = 0
         self._try_rows([survey.first_conversation for survey in surveys])
         splits = [
@@ -129,7 +125,10 @@ class TrainingData:
 
         Lanes d, d + D, ... of G; where D does not divide G, and where a lane has ended, a window is empty.
         """
-        windows = [self._empty() if lane.exhausted else lane.pop() for lane in self._lanes.values()]
+        windows = [
+            self._empty() if lane.exhausted else self._format.complete(lane.pop())
+            for lane in self._lanes.values()
+        ]
         missing = -(-self._settings.windows_per_step // self._data_size) - len(windows)
         windows += [self._empty()] * missing
         return windows, any(not lane.exhausted for lane in self._lanes.values())
@@ -173,7 +172,7 @@ class TrainingData:
             "data.window": settings.window,
             "data.alignment": settings.alignment,
             "train.seed": settings.seed,
-            "data.loss_on": settings.loss_on,
+            **self._format.identity,
             "data.long_documents": settings.long_documents,
             "data.weight_by": settings.weight_by,
             "data.eval_fraction": settings.eval_fraction,
@@ -236,25 +235,25 @@ class TrainingData:
             alignment=self._settings.alignment,
             long_documents=self._settings.long_documents,
             pad_token_id=self._pad_token_id,
-            term=TERM,
+            term=self._format.terms[0],
         )
 
     def _read(self, key: Key) -> Sequence[Document]:
         """The documents of a row, from the cache or the file."""
-        document = self._documents.pop(key, None)
-        if document is None:
-            document = self._tokenise(key)
-            self._cached_tokens += len(document)
-        self._documents[key] = document
+        documents = self._documents.pop(key, None)
+        if documents is None:
+            documents = self._make_documents(key)
+            self._cached_tokens += sum(map(len, documents))
+        self._documents[key] = documents
         while self._cached_tokens > _CACHED_TOKENS and len(self._documents) > 1:
-            self._cached_tokens -= len(self._documents.popitem(last=False)[1])
-        return [document]
+            self._cached_tokens -= sum(map(len, self._documents.popitem(last=False)[1]))
+        return documents
 
-    def _tokenise(self, key: Key) -> Document:
+    def _make_documents(self, key: Key) -> Sequence[Document]:
         source = self._sources[key[0]]
         try:
             row = source.read(key[1])
-            return self._tokeniser.document(row, self._channel_index[row_channel(row, source.spec.name)])
+            return self._format.documents(row, self._channel_index[row_channel(row, source.spec.name)])
         except RowError as error:
             raise DataError(error.at(source.place(key[1]))) from error
 
@@ -275,7 +274,7 @@ class TrainingData:
         _raise_faults(faults, len(faults))
 
     def _empty(self) -> PackedBatch:
-        return PackedBatch.empty(self._settings.window, [TERM], self._pad_token_id)
+        return PackedBatch.empty(self._settings.window, self._format.terms, self._pad_token_id)
 
     # -- evaluation
 
@@ -287,7 +286,7 @@ class TrainingData:
                 packer.add(self._read((index, int(row))), (index, int(row)))
         windows = []
         while not packer.empty:
-            windows.append(packer.pop().batch)
+            windows.append(self._format.complete(packer.pop().batch))
         mine = windows[self._data_rank :: self._data_size]
         missing = -(-len(windows) // self._data_size) - len(mine)
         return mine + [self._empty()] * missing

@@ -7,6 +7,7 @@ working directory, not at the recipe's folder. Every fault is reported at once, 
 import dataclasses
 import math
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
@@ -130,6 +131,61 @@ class ObjectiveConfig:
     loss_reduction: Literal["token", "sample", "square"] = "token"
     """Weight of a target: 1, 1 / n or 1 / sqrt(n), where n counts the targets of its document."""
 
+    label_smoothing: Annotated[_Float, Field(ge=0, le=1)] = 0.0
+    """causal_lm, multi_token, classification: spread over all classes. preference: chance that a pair is
+    labelled the wrong way round, below 0.5."""
+
+    z_loss: Annotated[_Float, Field(ge=0)] = 0.0
+    """causal_lm, multi_token: coefficient of the squared log-sum-exp of the logits."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """preference: the loss of a pair."""
+
+    beta: Annotated[_Float, Field(gt=0)] = 0.1
+    """preference: how strongly the policy is held to the reference."""
+
+    length_normalized: _Bool = False
+    """preference: mean instead of sum of the log-probabilities of a side."""
+
+    reference: Literal["frozen", "data", "none"] = "frozen"
+    """preference: a frozen copy of the model as it starts, log-probabilities that the rows carry, or none."""
+
+    shared_prompt: _Bool = False
+    """preference: hold the prompt of a pair once; the same numbers for fewer tokens."""
+
+    level: Literal["sequence", "token"] = "sequence"
+    """classification: a label for each document, or for each token."""
+
+    problem_type: Literal["single_label_classification", "regression"] = "single_label_classification"
+    """classification: labels are classes, or numbers."""
+
+    labels: Annotated[tuple[_Text, ...], Field(min_length=2)] | None = None
+    """classification: names of the classes in the order of the head's rows."""
+
+    mtp_depths: _Count = 1
+    """multi_token: how many further tokens are predicted beside the next one."""
+
+    mtp_coefficient: Annotated[_Float, Field(ge=0)] = 0.3
+    """multi_token: coefficient of the loss of each depth."""
+
+    teacher: _Text | None = None
+    """distillation: folder (or name) of the teacher; null: rows carry its most probable tokens."""
+
+    kl_direction: Literal["forward", "reverse"] = "forward"
+    """distillation: KL(teacher || student), or KL(student || teacher)."""
+
+    temperature: Annotated[_Float, Field(gt=0)] = 1.0
+    """distillation: divides the logits of both."""
+
+    ce_coefficient: Annotated[_Float, Field(ge=0)] = 0.0
+    """distillation: coefficient of the cross entropy of the data beside the divergence; 0: none."""
+
+    clip_low: Annotated[_Float, Field(ge=0, le=1)] = 0.2
+    """policy_gradient: how far below 1 the ratio of probabilities may count."""
+
+    clip_high: Annotated[_Float, Field(ge=0)] = 0.2
+    """policy_gradient: how far above 1 the ratio of probabilities may count."""
+
     router_aux_loss_coef: Annotated[_Float, Field(ge=0)] | None = None
     """Coefficient of the balancing loss of a mixture of experts, which is 1 when experts are balanced; null:
     no such loss."""
@@ -140,6 +196,25 @@ class ObjectiveConfig:
     router_counts: Literal["previous_step", "window", "micro_batch"] = "previous_step"
     """Where the expert frequencies of the balancing loss come from: the whole step before, the token's own
     window, or the windows that all ranks run at the same time."""
+
+
+_BUILT_OBJECTIVES = ("causal_lm",)
+
+_OBJECTIVES_OF_KEY = MappingProxyType(
+    {
+        "loss_reduction": ("causal_lm", "multi_token", "distillation", "policy_gradient", "classification"),
+        "label_smoothing": ("causal_lm", "multi_token", "preference", "classification"),
+        "z_loss": ("causal_lm", "multi_token"),
+        **dict.fromkeys(
+            ("loss_type", "beta", "length_normalized", "reference", "shared_prompt"), ("preference",)
+        ),
+        **dict.fromkeys(("level", "problem_type", "labels"), ("classification",)),
+        **dict.fromkeys(("mtp_depths", "mtp_coefficient"), ("multi_token",)),
+        **dict.fromkeys(("teacher", "kl_direction", "temperature", "ce_coefficient"), ("distillation",)),
+        **dict.fromkeys(("clip_low", "clip_high"), ("policy_gradient",)),
+    }
+)
+"""Keys that not every objective has."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -337,8 +412,10 @@ def check_supported(recipe: Recipe | PartialRecipe) -> None:
     """
     model, data, objective, train = recipe.model, recipe.data, recipe.objective, recipe.train
     refused: dict[KeyPath, str] = {}
-    if objective and objective.type != "causal_lm":
-        refused["objective", "type"] = f"objective.type {objective.type} is not built yet; use causal_lm"
+    if objective and objective.type not in _BUILT_OBJECTIVES:
+        built = ", ".join(_BUILT_OBJECTIVES)
+        message = f"objective.type {objective.type} is not built yet; use one of {built}"
+        refused["objective", "type"] = message
     if model and model.lora is not None:
         refused["model", "lora"] = "model.lora is not built yet; remove it to train all parameters"
     if model and model.attention in ("varlen", "flash"):
@@ -370,6 +447,8 @@ def check_consistent(recipe: Recipe | PartialRecipe) -> None:
         problems += _check_model(model)
     if data:
         problems += _check_sources(data)
+    if recipe.objective:
+        problems += _check_objective(recipe.objective)
     if train:
         problems += _check_train(train)
     if parallel and parallel.dp_shard_size == 0:
@@ -404,6 +483,26 @@ def _check_model(model: ModelConfig) -> Iterator[Problem]:
         yield Problem(
             keys, "neither model.path nor model.config is given; path for weights, config for a random start"
         )
+
+
+def _check_objective(objective: ObjectiveConfig) -> Iterator[Problem]:
+    """A key of another objective would have no effect, which its author should know."""
+    for field in dataclasses.fields(ObjectiveConfig):
+        owners = _OBJECTIVES_OF_KEY.get(field.name)
+        value = vars(objective)[field.name]
+        if owners is None or objective.type in owners or value == field.default:
+            continue
+        message = (
+            f"objective.{field.name} is {value}, which has no effect with objective.type {objective.type}; "
+            f"remove it, or set objective.type to {' or '.join(owners)}"
+        )
+        yield Problem((("objective", field.name), ("objective", "type")), message)
+    if objective.type == "preference" and objective.label_smoothing >= 0.5:
+        message = (
+            f"objective.label_smoothing is {objective.label_smoothing}: with 0.5 a pair says nothing, above "
+            "it the opposite; use a value below 0.5"
+        )
+        yield Problem((("objective", "label_smoothing"),), message)
 
 
 def _check_sources(data: DataConfig) -> Iterator[Problem]:

@@ -16,17 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from isoloss.batch.packed_batch import PackedBatch
+from isoloss.data.row_format import RowFormat
 from isoloss.data.sources import SourceSpec
-from isoloss.data.training_data import TERM, DataSettings, TrainingData
-from isoloss.objectives.loss_model import LossModel, causal_lm
-from isoloss.parallel.routers import RouterLosses
+from isoloss.data.training_data import DataSettings, TrainingData
+from isoloss.objectives.loss_model import LossModel
 from isoloss.parallel.wrap import compute_context, wrap_model
 from isoloss.reduction.gradients import clip_grad_norm_, sum_gradients
 from isoloss.reduction.ledger import Ledger
 from isoloss.reduction.maxima import reduce_maxima
 from isoloss.reduction.record import StepRecord
 from isoloss.reduction.step import Step
-from isoloss.reduction.terms import Term
 from isoloss.topology import Topology, training_device
 from isoloss.train.checkpoint import Checkpointer, CheckpointError, find_checkpoint, read_state
 from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, transformer_blocks
@@ -34,6 +33,7 @@ from isoloss.train.optimizer import build_optimizer, learning_rate_factor
 from isoloss.train.progress import ProgressDisplay, channel_table, packing_summary
 from isoloss.train.recipe import Recipe, dump_recipe, windows_per_step
 from isoloss.train.rundir import set_aside
+from isoloss.train.task import build_objective, build_row_format, router_losses, router_terms
 from isoloss.train.trackers import Tracker, open_trackers, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -111,9 +111,10 @@ class Trainer:
         self._console = console if console is not None else Console()
         self._resume_from = find_checkpoint(self.output_dir, recipe.train.resume_from_checkpoint)
         self.tokenizer = load_tokenizer(recipe)
-        self.data = open_data(recipe, self.tokenizer, topology)
-        loss_model = LossModel(build_model(recipe, self.tokenizer), router_losses(recipe))
-        self.model: Any = loss_model.model
+        self.data = open_data(recipe, self.tokenizer, build_row_format(recipe, self.tokenizer), topology)
+        self.model: Any = build_model(recipe, self.tokenizer)
+        self._objective = build_objective(recipe, self.model, topology)
+        loss_model = LossModel(self.model, router_losses(recipe))
         self._wrapped = wrap_model(
             loss_model, transformer_blocks(self.model), topology, bf16=recipe.train.bf16
         )
@@ -126,10 +127,11 @@ class Trainer:
             weight_decay=recipe.train.weight_decay,
         )
         self.ledger = Ledger(
-            declare_terms(recipe),
+            [*self._objective.terms, *router_terms(recipe)],
             channels=self.data.channels,
             topology=topology,
             routing=loss_model.routing,
+            measures=self._objective.measures,
         )
         self._checkpointer = Checkpointer(
             self.output_dir,
@@ -217,7 +219,7 @@ class Trainer:
     def _forward(self, step: Step, batch: PackedBatch) -> Tensor:
         """This rank's share of the loss of a micro-batch, in training and in evaluation alike."""
         with compute_context(self.topology, bf16=self.recipe.train.bf16):
-            share: Tensor = self._wrapped(step, batch, text_loss)
+            share: Tensor = self._wrapped(step, batch, self._objective)
         return share
 
     def _skip(self, faults: Sequence[str]) -> None:
@@ -419,37 +421,9 @@ class Trainer:
         )
 
 
-def text_loss(model: Any, step: Step, batch: PackedBatch) -> Tensor:
-    """The objective of the trainer: next-token cross entropy, beside which there may be router terms."""
-    return causal_lm(model, step, batch, term=TERM)
-
-
-BALANCE_TERM = "moe_balance"
-Z_TERM = "moe_z"
-
-
-def declare_terms(recipe: Recipe) -> list[Term]:
-    """The loss terms of a recipe: the objective's, then those of the routers."""
-    objective = recipe.objective
-    terms = [Term(TERM, objective.loss_reduction)]
-    if objective.router_aux_loss_coef is not None:
-        terms.append(Term(BALANCE_TERM, "source", objective.router_aux_loss_coef))
-    if objective.router_z_loss_coef is not None:
-        terms.append(Term(Z_TERM, "source", objective.router_z_loss_coef))
-    return terms
-
-
-def router_losses(recipe: Recipe) -> RouterLosses | None:
-    """Which router losses the recipe wants; None for none."""
-    objective = recipe.objective
-    balance = BALANCE_TERM if objective.router_aux_loss_coef is not None else None
-    z_loss = Z_TERM if objective.router_z_loss_coef is not None else None
-    if balance is None and z_loss is None:
-        return None
-    return RouterLosses(balance=balance, z=z_loss, counts=objective.router_counts)
-
-
-def open_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> TrainingData:
+def open_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, row_format: RowFormat, topology: Topology
+) -> TrainingData:
     """The data of a recipe, as this rank reads it."""
     data = recipe.data
     settings = DataSettings(
@@ -460,14 +434,15 @@ def open_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, topology: Topo
         alignment=data.alignment,
         windows_per_step=windows_per_step(recipe, topology.world_size),
         seed=recipe.train.seed,
-        loss_on=data.loss_on,
         long_documents=data.long_documents,
         weight_by=data.weight_by,
         small_sources=data.small_sources,
         eval_fraction=data.eval_fraction,
         num_passes=recipe.train.num_train_epochs,
     )
-    return TrainingData(settings, tokenizer, data_rank=topology.data_rank, data_size=topology.data_size)
+    return TrainingData(
+        settings, tokenizer, row_format, data_rank=topology.data_rank, data_size=topology.data_size
+    )
 
 
 def _memory_gib(device: torch.device) -> float:

@@ -1,0 +1,62 @@
+"""What a recipe's objective asks of the rows, of the model and of the step."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from isoloss.data.row_format import TEXT_TERM, RowFormat, text_format
+from isoloss.objectives.objective import AbstractObjective, CausalLM
+from isoloss.parallel.routers import RouterLosses
+from isoloss.reduction.terms import Term
+from isoloss.topology import Topology
+from isoloss.train.recipe import Recipe
+
+BALANCE_TERM = "moe_balance"
+Z_TERM = "moe_z"
+
+
+def build_row_format(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
+    """How the rows of a recipe become documents."""
+    match recipe.objective.type:
+        case "causal_lm":
+            return text_format(tokenizer, recipe.data.loss_on)
+        case other:
+            raise AssertionError(f"the recipe should have refused objective.type {other}")
+
+
+def build_objective(recipe: Recipe, model: Any, topology: Topology) -> AbstractObjective:
+    """The objective of a recipe.
+
+    Args:
+        recipe: what to train.
+        model: as `build_model` made it, before it is wrapped: a frozen reference is a copy of it.
+        topology: of the run, over which a frozen model is spread like the trained one.
+    """
+    settings = recipe.objective
+    match settings.type:
+        case "causal_lm":
+            term = Term(TEXT_TERM, settings.loss_reduction)
+            return CausalLM(term, label_smoothing=settings.label_smoothing, z_loss=settings.z_loss)
+        case other:
+            raise AssertionError(f"the recipe should have refused objective.type {other}")
+
+
+def router_terms(recipe: Recipe) -> list[Term]:
+    """The terms of the routers' losses, which stand behind those of the objective."""
+    objective = recipe.objective
+    terms = []
+    if objective.router_aux_loss_coef is not None:
+        terms.append(Term(BALANCE_TERM, "source", objective.router_aux_loss_coef))
+    if objective.router_z_loss_coef is not None:
+        terms.append(Term(Z_TERM, "source", objective.router_z_loss_coef))
+    return terms
+
+
+def router_losses(recipe: Recipe) -> RouterLosses | None:
+    """Which router losses the recipe wants; None for none."""
+    objective = recipe.objective
+    balance = BALANCE_TERM if objective.router_aux_loss_coef is not None else None
+    z_loss = Z_TERM if objective.router_z_loss_coef is not None else None
+    if balance is None and z_loss is None:
+        return None
+    return RouterLosses(balance=balance, z=z_loss, counts=objective.router_counts)
