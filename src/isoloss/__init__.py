@@ -21,7 +21,10 @@ from isoloss.batch.packing_record import PackingRecord
 from isoloss.batch.targets import shift_targets
 from isoloss.losses.linear_cross_entropy import (
     LinearCrossEntropyOutput,
+    TeacherLogits,
+    TeacherTopK,
     linear_cross_entropy,
+    linear_kl_divergence,
     linear_log_probs,
 )
 from isoloss.losses.router import balancing_loss, router_z_loss
@@ -53,12 +56,15 @@ __all__ = [
     "Recipe",
     "RouterLosses",
     "Step",
+    "TeacherLogits",
+    "TeacherTopK",
     "Term",
     "Topology",
     "Trainer",
     "balancing_loss",
     "clip_grad_norm_",
     "linear_cross_entropy",
+    "linear_kl_divergence",
     "linear_log_probs",
     "pack",
     "router_z_loss",

@@ -117,7 +117,15 @@ def chunked_linear_cross_entropy(
     """
     a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
     loss, token_losses, token_z_losses = _ChunkedLinearCrossEntropy.apply(
-        problem.hidden, problem.weight, problem.bias, a, b, problem, kernels, torch.is_grad_enabled(), compute_rows
+        problem.hidden,
+        problem.weight,
+        problem.bias,
+        a,
+        b,
+        problem,
+        kernels,
+        torch.is_grad_enabled(),
+        compute_rows,
     )
     return LinearCrossEntropyOutput(loss, token_losses, token_z_losses)
 
@@ -136,6 +144,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         problem: Problem,
         kernels: Kernels,
         grad_enabled: bool,
+        compute_rows: RowComputation | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = (hidden, weight, bias, a, b)
         # needs_input_grad, not requires_grad: a view made in here would not require a gradient.

@@ -45,7 +45,7 @@ def _row_losses(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     if targets.device.type == "cpu":
         check_targets_on_cpu(targets, problem.weight.shape[0])
     with torch.autocast(problem.hidden.device.type, enabled=False):
-        logits = _logits(problem, rows)
+        logits = reference_logits(problem, rows)
         row_max = logits.detach().amax(-1, keepdim=True)
         shifted = logits - row_max
         log_sum = shifted.exp().sum(-1).log()
@@ -60,7 +60,7 @@ def _row_losses(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return rows, losses, z_losses
 
 
-def _logits(problem: Problem, rows: Tensor) -> Tensor:
+def reference_logits(problem: Problem, rows: Tensor) -> Tensor:
     """[n, V] in the dtype of the computation, connected to every parameter."""
     dtype = problem.compute_dtype
     logits = problem.hidden[rows].to(dtype) @ problem.weight.to(dtype).T
