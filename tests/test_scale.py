@@ -160,7 +160,7 @@ def vector_lengths(num_terms: int, num_channels: int, routing: Routing | None = 
     channels = num_channels + 1 if num_channels else 0
     experts = 0 if routing is None else routing.num_layers * routing.num_experts
     opening = 2 * num_terms + num_terms * channels + 3 * channels + 10
-    return [opening, 5 * num_terms + num_terms * channels + experts]
+    return [opening, 6 * num_terms + num_terms * channels + experts]
 
 
 @pytest.mark.parametrize("world_size", [1, 1024, 16384])

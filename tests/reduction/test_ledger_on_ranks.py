@@ -1,5 +1,6 @@
 """What all ranks must agree on, whatever only one of them has seen."""
 
+import contextlib
 import logging
 import math
 
@@ -104,6 +105,32 @@ def test_row_5_row_24_faults_of_one_rank_raise_on_all():
     with ledger.step([batch]) as step:
         step.add("text", losses, batch)
     assert step.metrics()["loss/extra"] == 0.0
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sp_size": 2}, {"cp_size": 2}])
+@on_ranks(2)
+def test_a_term_left_out_on_one_rank_and_recorded_twice_on_another_raises_on_all(sizes):
+    """Over all ranks the weight recorded is W: only rank by rank is it wrong."""
+    topology = Topology(**sizes)
+    ledger = Ledger([Term("text", "sample"), Term("page", "document")], topology=topology)
+    batch = window([5, 5, 5, 5], alignment=4, padded_length=32)
+    batch = PackedBatch(
+        batch.input_ids, {"text": batch.targets["text"], "page": batch.targets["text"]}, batch.layout
+    )
+    for text, page in (([1, 1], [1, 1]), ([0, 2], [1, 1]), ([1, 1], [0, 2])):
+        if page != [1, 1] and sizes:
+            continue  # a loss of a document is entered by one rank of the window
+        with contextlib.ExitStack() as stack:
+            if [text, page] != [[1, 1], [1, 1]]:
+                name = "page" if page != [1, 1] else "text"
+                match = rf"term '{name}': the step holds .* for (\d+) \(rank by rank they differ by \1\)"
+                stack.enter_context(pytest.raises(ValueError, match=match))
+            step = stack.enter_context(ledger.step([batch], training=False))
+            for shard in step:
+                for _ in range(text[dist.get_rank()]):
+                    step.add("text", torch.ones(len(shard)), shard)
+                for _ in range(page[dist.get_rank()]):
+                    step.add_documents("page", torch.ones(4), shard)
 
 
 @on_ranks(3)

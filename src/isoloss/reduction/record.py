@@ -119,14 +119,20 @@ class StepRecord:
     def unbalanced_terms(self) -> list[str]:
         """Terms whose recorded losses are not those of all their targets, in words."""
         found = []
-        for term, weight, consumed in zip(
-            self.declaration.terms, self.opened("weights"), self.closed("consumed"), strict=True
+        for term, weight, consumed, imbalance in zip(
+            self.declaration.terms,
+            self.opened("weights"),
+            self.closed("consumed"),
+            self.closed("imbalance"),
+            strict=True,
         ):
-            if abs(consumed - weight) > BALANCE_TOLERANCE * max(weight, 1.0):
+            tolerance = BALANCE_TOLERANCE * max(weight, 1.0)
+            if abs(consumed - weight) > tolerance or imbalance > tolerance:
                 found.append(
                     f"term {term.name!r}: the step holds targets of weight {weight:.12g}, losses were "
-                    f"recorded for {consumed:.12g}; the term was left out, recorded twice, or lost targets. "
-                    "Compute its loss (step.loss, step.add, step.add_documents) once in every micro-batch"
+                    f"recorded for {consumed:.12g} (rank by rank they differ by {imbalance:.12g}); the term "
+                    "was left out, recorded twice, or lost targets. Compute its loss (step.loss, step.add, "
+                    "step.add_documents) once in every micro-batch, on every rank"
                 )
         return found
 

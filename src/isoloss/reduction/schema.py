@@ -71,6 +71,7 @@ def closing_schema(
             "losses": (num_terms,),  # sum of w l
             "z_losses": (num_terms,),  # the part of `losses` that is z-loss
             "consumed": (num_terms,),  # sum of w over the targets whose loss was recorded
+            "imbalance": (num_terms,),  # over ranks, the sum of |w recorded - w of the rank's own targets|
             "orphans": (num_terms,),  # sum of |l| where the term has no target
             "channel_losses": (num_terms, num_channels),
             "expert_counts": experts,  # tokens that each expert was chosen for

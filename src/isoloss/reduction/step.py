@@ -134,6 +134,8 @@ class Step:
         self._closing: Tensor | None = None
         self._blocks: dict[str, Tensor] = {}
         """Views of the closing vector."""
+        self._own_weights = declaration.opening.zeros()
+        """Weight of each term in the windows that this rank owns, float64[terms], on the host."""
         self._opening: Tensor | None = None
         self._record: StepRecord | None = None
         self._totals: dict[str, float] | None = None
@@ -149,6 +151,7 @@ class Step:
         counted = self._windows if self._topology.owns_windows else []
         vector = count_windows(self._declaration, counted, self._book.known_channels)
         schema.block(vector, "has_more").fill_(self._has_more)
+        self._own_weights = schema.block(vector, "weights").clone()  # the vector is reduced in place
         self._denominators = Denominators(vector, self._declaration, self._topology)
         if self.training and self._gradients is not None:
             self._gradients.begin()
@@ -727,11 +730,36 @@ class Step:
                 share.register_hook(self._book.warn_unsummed)
         return share
 
+    def _expected_weights(self) -> Tensor:
+        """Weight of each term that this rank has to record: of its own slots or units, float64[terms].
+
+        Host syncs: none.
+        """
+        if self._topology.window_group is None:
+            return self._own_weights
+        shards = [window.shard(self._topology) for window in self._windows]
+        device = shards[0].input_ids.device
+        expected = []
+        for index, term in enumerate(self._declaration.terms):
+            weight = self._own_weights[index].to(device, non_blocking=True)
+            if term.reduction in TOKEN_REDUCTIONS or term.reduction == "source":
+                weight = torch.zeros_like(weight)
+                for shard in shards:
+                    targets = self._targets(shard, index, len(shard), "batch", device)
+                    weights = self._token_weights(shard, index, device)
+                    weight += torch.where(targets != IGNORE_INDEX, weights, 0.0).sum()
+            expected.append(weight)
+        return torch.stack(expected)
+
     def _start_closing(self) -> None:
         topology = self._topology
         closing = self._closing
         if closing is None:
             closing = self._declaration.closing.zeros(topology.device)
+        # W alone does not tell a term that one rank left out and another recorded twice
+        schema = self._declaration.closing
+        expected = self._expected_weights().to(closing.device, non_blocking=True)
+        schema.block(closing, "imbalance").copy_((schema.block(closing, "consumed") - expected).abs())
         if not topology.owns_losses:
             closing = torch.zeros_like(closing)
         work = None
