@@ -1,7 +1,11 @@
-"""One contract for every backend of `linear_cross_entropy`, against torch's cross entropy on full logits."""
+"""One contract for every backend of `linear_cross_entropy`, against torch's cross entropy on full logits.
+
+Where TRITON_INTERPRET=1 is set, the backend "triton" is among them: test_triton.py starts such a process.
+"""
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
+from isoloss.losses import linear_cross_entropy as package
+from isoloss.losses.linear_cross_entropy import LinearCrossEntropyOutput
 from ranks import run_on_ranks
 
-BACKENDS = ("reference", "chunked")
+BACKENDS = ("reference", "chunked", "chunked/backward")
+"""Name of the backend, and the pass that computes the gradients where it is not forward."""
+if os.environ.get("TRITON_INTERPRET") == "1":
+    BACKENDS += ("triton", "triton/backward")
 PARTS = ("hidden", "weight", "bias", "a", "b")
 OPTIONS = {
     "plain": {},
@@ -31,6 +39,11 @@ OPTIONS = {
 for_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 for_each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 for_each_bias = pytest.mark.parametrize("bias_kind", ["none", "class", "row", "factors", "all"])
+
+
+def linear_cross_entropy(*tensors: Tensor, backend: str = "auto", **options: Any) -> LinearCrossEntropyOutput:
+    name, _, gradients = backend.partition("/")
+    return package.linear_cross_entropy(*tensors, backend=name, gradients=gradients or "forward", **options)
 
 
 @dataclass
@@ -454,12 +467,13 @@ def test_backends_agree(case: Case) -> None:
     outputs = [c.run(backend) for c, backend in zip(cases, BACKENDS, strict=True)]
     for output in outputs:
         output.loss.backward()
-    assert_close(outputs[1].loss, outputs[0].loss)
-    assert_close(outputs[1].token_losses, outputs[0].token_losses)
-    assert_close(outputs[1].token_z_losses, outputs[0].token_z_losses)
-    for name, expected in cases[0].gradients().items():
-        assert expected is not None
-        assert_close(cases[1].gradients()[name], expected)
+    for other, output in zip(cases[1:], outputs[1:], strict=True):
+        assert_close(output.loss, outputs[0].loss)
+        assert_close(output.token_losses, outputs[0].token_losses)
+        assert_close(output.token_z_losses, outputs[0].token_z_losses)
+        for name, expected in cases[0].gradients().items():
+            assert expected is not None
+            assert_close(other.gradients()[name], expected)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -886,7 +900,8 @@ def test_a75_a_bfloat16_model_sums_in_float32(backend: str, chunk_size: int) -> 
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"backend": "tritn"}, ValueError, "auto, reference, chunked.*'tritn'"),
+        ({"backend": "tritn"}, ValueError, "auto, reference, chunked, triton.*'tritn'"),
+        ({"backend": "auto/sideways"}, ValueError, "'forward' or 'backward'.*'sideways'"),
         ({"vocab_group": object()}, TypeError, "vocab_group must be a ProcessGroup .* got object"),
         ({"chunk_size": 0}, ValueError, "chunk_size.*got 0"),
         ({"softcap": 0.0}, ValueError, "softcap.*got 0.0"),
