@@ -85,7 +85,7 @@ def linear_kl_divergence(
     vocab_group: object | None = None,
     backend: DivergenceBackend | str = "auto",
 ) -> LinearCrossEntropyOutput:
-    """Weighted sum of the divergences of a linear head and a teacher, and that of each row from the same pass.
+    """Weighted sum of the divergences of a linear head from a teacher, and each row's from the same pass.
 
     With q = softmax(z / T) of the student's logits z, as `linear_cross_entropy` makes them, p the teacher's
     likewise, and T = temperature,
@@ -99,12 +99,14 @@ def linear_kl_divergence(
 
     A `TeacherTopK` knows nothing of the mass outside its k classes. "forward": p is renormalised over the k
     classes and q is the full softmax, so that probability on any other class costs: this trains to the
-    teacher's distribution cut off at k. "reverse": a p of 0 elsewhere would make every loss infinite, so both
-    are renormalised over the k classes; what the student gives to other classes is then free, and needs a
-    cross entropy or a forward term beside it. Classes stored with -inf count as outside.
+    teacher's distribution cut off at k. (At a high temperature one side tends to uniform over k classes, the
+    other over V, and the gradient grows with T.) "reverse": a p of 0 elsewhere would make every loss
+    infinite, so both are renormalised over the k classes; what the student gives to other classes is then
+    free, and needs a cross entropy or a forward term beside it. Classes stored with -inf count as outside.
 
     Gradients are made during the forward pass, sums over rows are kept in float32 (float64), and rows
-    without a target are left out before the projection of both sides, as in `linear_cross_entropy`.
+    without a target are left out before the projection of both sides, as in `linear_cross_entropy`. Only
+    first derivatives exist. torch.compile runs it eagerly.
 
     Args:
         hidden: [..., H], floating; leading dimensions are shared by every per-row argument.
@@ -158,11 +160,12 @@ def linear_kl_divergence(
     student = _build(
         hidden,
         weight,
-        targets != ignore_index,
+        targets,
         token_weights=token_weights,
         bias=bias,
         softcap=softcap,
         logit_scale=logit_scale,
+        ignore_index=ignore_index,
         chunk_size=chunk_size,
         shard=find_vocabulary_shard(vocab_group, weight, backend),
     )
@@ -203,19 +206,20 @@ def linear_kl_divergence(
 def _build(
     hidden: Tensor,
     weight: Tensor,
-    counts: Tensor,
+    targets: Tensor,
     *,
     token_weights: Tensor | None,
     bias: Tensor | None,
     softcap: float | None,
     logit_scale: float,
+    ignore_index: int,
     chunk_size: int | None,
     shard: VocabularyShard | None,
 ) -> Problem:
-    return build_problem(
+    problem = build_problem(
         hidden,
         weight,
-        torch.where(counts, 0, -100),  # any class: it is the loop's mark of a row that counts
+        targets,
         token_weights=token_weights,
         bias=bias,
         bias_factors=None,
@@ -223,10 +227,13 @@ def _build(
         logit_scale=logit_scale,
         label_smoothing=0.0,
         z_loss=0.0,
-        ignore_index=-100,
+        ignore_index=ignore_index,
         chunk_size=chunk_size,
         shard=shard,
     )
+    # A class that exists, whatever the targets say: they only mark the rows that count.
+    marks = torch.where(problem.targets != ignore_index, 0, -100)
+    return replace(problem, targets=marks, ignore_index=-100)
 
 
 def _at_temperature(problem: Problem, temperature: float) -> Problem:
@@ -253,11 +260,12 @@ def _check_teacher_logits(teacher: TeacherLogits, student: Problem, targets: Ten
     return _build(
         teacher.hidden.detach(),
         teacher.weight.detach(),
-        (student.targets != student.ignore_index).reshape(targets.shape),
+        student.targets.reshape(targets.shape),
         token_weights=None,
         bias=None if teacher.bias is None else teacher.bias.detach(),
         softcap=teacher.softcap,
         logit_scale=teacher.logit_scale,
+        ignore_index=student.ignore_index,
         chunk_size=None,
         shard=student.shard,
     )
