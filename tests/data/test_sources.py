@@ -213,6 +213,27 @@ def test_ten_faults_are_shown_and_all_are_counted(tmp_path: Path) -> None:
     assert (len(survey.faults), survey.num_faults) == (10, 25)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_what_json_reads_and_nobody_meant_is_named(tmp_path: Path, name: str) -> None:
+    lines = [
+        r'{"text": "a", "weight": 1, "text": "b"}',
+        r'{"text": "half \ud83d of a character"}',
+        r'{"text": "a whole one \ud83d\ude00, and \\ud83d as text"}',
+        r'{"messages": [{"role": "assistant", "content": "x \uDE00"}]}',
+        r'{"messages": [{"role": "user", "content": "x", "role": "assistant"}]}',
+    ]
+    path = tmp_path / name
+    text = "\n".join(lines) if name == "a.jsonl" else "[" + ",\n".join(lines) + "]"
+    path.write_text(text)
+    advice = "half of a character that JSON writes as two \\u escapes; write both, or leave it out"
+    assert faults(path).splitlines() == [
+        f"{path}:1: the key 'text' stands 2 times in one object; keep one of them",
+        f"{path}:2: the field 'text' holds '\\ud83d', {advice}",
+        f"{path}:4: the field 'messages' holds '\\ude00', {advice}",
+        f"{path}:5: the key 'role' stands 2 times in one object; keep one of them",
+    ]
+
+
 @pytest.mark.parametrize("small", [True, False])
 def test_bytes_that_are_no_text_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool

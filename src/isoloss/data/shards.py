@@ -142,20 +142,44 @@ def _texts(lines: datasets.Dataset) -> Iterator[str]:
 
 def _parse_line(line: str) -> Row:
     try:
-        row = json.loads(line.removeprefix("\ufeff"))
+        return _parse_object(line.removeprefix("\ufeff"), "one object a line")
     except json.JSONDecodeError as fault:
         raise RowError(
             f"the line is no JSON: {fault.msg}; write one object a line, with double quotes", fault.colno
         ) from None
-    return _checked_object(row, "one object a line")
 
 
-def _checked_object(row: object, wanted: str) -> Row:
+def _parse_object(text: str, wanted: str) -> Row:
+    row = json.loads(text, object_pairs_hook=_without_duplicates)
     if not isinstance(row, dict):
         raise RowError(
             f'expected an object, got {type(row).__name__}; write {wanted}, like {{"text": "..."}}'
         )
+    if "\\ud" in text or "\\uD" in text:
+        for name, value in row.items():
+            _check_characters(name, value)
     return row
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"the key {twice!r} stands {names.count(twice)} times in one object; keep one of them")
+    return row
+
+
+def _check_characters(name: str, value: object) -> None:
+    """Raise where a field holds half of a surrogate pair, which is no character and has no UTF-8."""
+    try:
+        json.dumps({name: value}, ensure_ascii=False).encode()
+    except UnicodeEncodeError as fault:
+        half = fault.object[fault.start]
+        raise RowError(
+            f"the field {name!r} holds {half!r}, half of a character that JSON writes as two \\u escapes; "
+            "write both, or leave it out"
+        ) from None
 
 
 def _undecodable_lines(path: str) -> Iterator[str]:
@@ -184,7 +208,7 @@ def _starts_with_bracket(path: str) -> bool:
 def _open_list(path: str) -> Shard:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        rows = json.loads(text)
+        json.loads(text)
     except UnicodeDecodeError:
         raise DataError("\n".join(_undecodable_lines(path))) from None
     except json.JSONDecodeError as fault:
@@ -192,21 +216,21 @@ def _open_list(path: str) -> Shard:
             f"{path}:{fault.lineno}:{fault.colno}: the file starts as a JSON list but is none: {fault.msg}; "
             "write [{...}, {...}], or one object a line"
         ) from None
-    numbers = _line_numbers(text)
+    elements = _elements(text)
     return Shard(
         path,
-        len(rows),
-        rows.__getitem__,
-        lambda: iter(rows),
-        lambda row: _checked_object(row, "a list of objects"),
-        lambda index: f"{path}:{numbers[index]}",
+        len(elements),
+        lambda index: elements[index][1],
+        lambda: (element for _, element in elements),
+        lambda element: _parse_object(element, "a list of objects"),
+        lambda index: f"{path}:{elements[index][0]}",
     )
 
 
-def _line_numbers(text: str) -> Sequence[int]:
-    """The line at which each element of a JSON list starts, from 1."""
+def _elements(text: str) -> Sequence[tuple[int, str]]:
+    """The line at which each element of a JSON list starts, from 1, and its text."""
     decoder = json.JSONDecoder()
-    numbers: list[int] = []
+    elements: list[tuple[int, str]] = []
     place, line = 0, 1
     end = text.index("[") + 1
     while True:
@@ -214,11 +238,11 @@ def _line_numbers(text: str) -> Sequence[int]:
         while text[start].isspace() or text[start] == ",":
             start += 1
         if text[start] == "]":
-            return numbers
+            return elements
         line += text.count("\n", place, start)
         place = start
-        numbers.append(line)
         _, end = decoder.raw_decode(text, start)
+        elements.append((line, text[start:end]))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import glob
 import logging
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,9 @@ class Survey:
 
     num_faults: int = 0
 
+    digest: int = 0
+    """CRC-32 of all rows as they stand in the files: another one, other rows."""
+
 
 @final
 class Source:
@@ -101,6 +105,8 @@ class Source:
         found = Survey()
         doubtful: dict[str, None] = {}
         for index, (shard, position, raw) in enumerate(self._scan()):
+            written = raw if isinstance(raw, str) else repr(raw)
+            found.digest = zlib.crc32(written.encode() + b"\n", found.digest)
             try:
                 row = shard.parse(raw)
                 is_conversation = check(row)
