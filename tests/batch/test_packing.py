@@ -430,6 +430,16 @@ def test_settings_are_checked_at_once(options: dict[str, object], message: str) 
         Packer(**options)  # type: ignore[arg-type]
 
 
+def test_what_is_skipped_is_what_would_have_been_packed() -> None:
+    packers = [Packer[int](64, long_documents="split", lookahead=4) for _ in range(2)]
+    for packer in packers:
+        for number in range(30):
+            packer.add([Document(range(1, 2 + 7 * number % 100))], number)
+    while not packers[0].empty:
+        assert packers[1].skip() == packers[0].pop().placed
+    assert packers[1].empty and packers[1].record.counts() == packers[0].record.counts()
+
+
 def test_an_empty_packer_gives_no_window() -> None:
     with pytest.raises(
         ValueError, match=r"the packer is empty; add documents first, or use PackedBatch.empty"

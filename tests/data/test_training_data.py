@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from data.corpora import PLAIN, byte_tokenizer, numbered, open_data, write_rows
@@ -263,8 +264,34 @@ def test_other_rows_on_resume_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.sources is .*'rows': 41.*'rows': 40"):
         open_data([spec(path)]).load(first.identity(), states(first))
     numbered(path, 40, length=30)  # as many rows, other tokens
+    changed = open_data([spec(path)])
+    with pytest.raises(DataError, match=r"rows of source 'a' are not what they were, although as many"):
+        changed.load(first.identity(), states(first))
     with pytest.raises(DataError, match=r"lane 0 of the checkpoint cannot go on: .*the data has changed"):
-        open_data([spec(path)]).load(first.identity(), states(first))
+        changed.load(first.identity() | {"digests": changed.identity()["digests"]}, states(first))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_word_of_the_same_length_changed_before_a_resume_is_an_error(tmp_path: Path, name: str) -> None:
+    rows = [{"text": f"one of {number:02} rows"} for number in range(40)]
+
+    def opened() -> TrainingData:
+        path = tmp_path / name
+        if name == "a.parquet":
+            datasets.Dataset.from_list(rows).to_parquet(path)
+        elif name == "a.json":
+            path.write_text(json.dumps(rows))
+        else:
+            write_rows(path, rows)
+        return open_data([spec(path, "web")])
+
+    first = opened()
+    first.next_step()
+    opened().load(first.identity(), states(first))
+    rows[39]["text"] = "One of 39 rows"
+    changed = opened()
+    with pytest.raises(DataError, match=r"rows of source 'web' are not what they were, although as many"):
+        changed.load(first.identity(), states(first))
 
 
 def test_a_checkpoint_without_all_lanes_is_an_error(tmp_path: Path) -> None:

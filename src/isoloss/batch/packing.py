@@ -224,6 +224,10 @@ class Packer(Generic[K]):
 
     def _select(self) -> list[_Unit[K]]:
         """Remove the units of the next window. See [Note: packing]."""
+        if not self._units:
+            raise ValueError(
+                "the packer is empty; add documents first, or use PackedBatch.empty for a window of padding"
+            )
         room = self._capacity
         blocks = next(iter(self._units.values())).blocks
         chosen = []
@@ -241,10 +245,6 @@ class Packer(Generic[K]):
             ValueError: the buffer is empty, or its documents do not fit together (a token extra that only
                 some of them have).
         """
-        if not self._units:
-            raise ValueError(
-                "the packer is empty; add documents first, or use PackedBatch.empty for a window of padding"
-            )
         units = self._select()
         batch = build_batch(
             [unit.documents for unit in units],
@@ -254,9 +254,20 @@ class Packer(Generic[K]):
             term=self.term,
             keys=[unit.placed.key for unit in units],
         )
+        return PackedWindow(batch, self._note(units))
+
+    def skip(self) -> tuple[Placed[K], ...]:
+        """Take the next window out of the buffer without building it; what it would have held.
+
+        Raises:
+            ValueError: the buffer is empty.
+        """
+        return self._note(self._select())
+
+    def _note(self, units: Sequence[_Unit[K]]) -> tuple[Placed[K], ...]:
         for unit in units:
             self.record.pack(unit.placed.num_tokens)
-        return PackedWindow(batch, tuple(unit.placed for unit in units))
+        return tuple(unit.placed for unit in units)
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -167,6 +167,11 @@ class Lane:
         self._fill()
         return self._packer.pop().batch
 
+    def skip(self) -> None:
+        """Take the next window without building it."""
+        self._fill()
+        self._packer.skip()
+
     def _fill(self) -> None:
         dropped = 0
         while not self._packer.ready:

@@ -80,6 +80,9 @@ class TrainingData:
         _raise_faults(
             [fault for survey in surveys for fault in survey.faults], sum(s.num_faults for s in surveys)
         )
+        self._digests = {
+            source.spec.name: survey.digest for source, survey in zip(self._sources, surveys, strict=True)
+        }
         self.channels = tuple(dict.fromkeys(name for survey in surveys for name in survey.channels))
         """Names of the channels, in the same order on every rank."""
         if len(self.channels) > MAX_CHANNELS:
@@ -134,12 +137,12 @@ class TrainingData:
         return windows, any(not lane.exhausted for lane in self._lanes.values())
 
     def count_steps(self) -> int:
-        """Steps until this rank's lanes end. Reads and packs everything once; needs `num_passes`."""
+        """Steps until this rank's lanes end. Reads everything once; needs `num_passes`."""
         counts = [0]
         for lane in self._make_lanes().values():
             count = 0
             while not lane.exhausted:
-                lane.pop()
+                lane.skip()
                 count += 1
             counts.append(count)
         return max(counts)
@@ -180,6 +183,7 @@ class TrainingData:
                 {"name": source.spec.name, "weight": source.spec.weight, "rows": len(source)}
                 for source in self._sources
             ],
+            "digests": self._digests,
             "data.tokenizer": self._fingerprint,
             "channels": list(self.channels),
         }
@@ -194,8 +198,14 @@ class TrainingData:
         changed = [
             f"{name} is {now[name]!r}, the checkpoint was made with {identity.get(name)!r}"
             for name in now
-            if identity.get(name) != now[name]
+            if identity.get(name) != now[name] and name != "digests"
         ]
+        if not changed:
+            changed = [
+                f"the rows of source {name!r} are not what they were, although as many; restore them"
+                for name, digest in self._digests.items()
+                if identity.get("digests", {}).get(name) != digest
+            ]
         if changed:
             raise DataError(
                 "the run cannot be resumed on other windows: "
