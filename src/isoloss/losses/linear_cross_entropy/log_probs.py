@@ -2,24 +2,17 @@
 
 Shapes: N rows, H hidden width, V vocabulary, r rank of a factored bias.
 
-[Note: known in backward] `linear_cross_entropy` makes its gradients in forward, for which it must know the
-weight of each row. A preference loss knows it after a sigmoid of sums over whole documents, a policy gradient
-after a ratio. Here forward keeps no logits, and backward runs the same chunk loop again with the incoming
-gradient in the place of the token weights: four matrix products where the other needs three.
+Forward keeps no logits and backward computes them again, see [Note: known in backward] in `recomputed`.
 """
 
-from typing import Any, Literal, get_args
+from typing import get_args
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from isoloss.losses.linear_cross_entropy.chunked import choose_product_dtype, run_chunks
-from isoloss.losses.linear_cross_entropy.interface import find_vocabulary_shard
-from isoloss.losses.linear_cross_entropy.problem import Problem, build_problem
+from isoloss.losses.linear_cross_entropy.interface import Backend, choose_kernels, find_vocabulary_shard
+from isoloss.losses.linear_cross_entropy.problem import build_problem
+from isoloss.losses.linear_cross_entropy.recomputed import recomputed_row_losses
 from isoloss.losses.linear_cross_entropy.reference import reference_log_probs
-
-LogProbsBackend = Literal["auto", "reference", "chunked"]
 
 
 def linear_log_probs(
@@ -34,7 +27,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     chunk_size: int | None = None,
     vocab_group: object | None = None,
-    backend: LogProbsBackend | str = "auto",
+    backend: Backend | str = "auto",
 ) -> Tensor:
     """Log-probability of each row's target under a linear head, differentiable row by row.
 
@@ -61,7 +54,7 @@ def linear_log_probs(
         chunk_size: rows whose logits exist at the same time; None chooses by `chunk_rows`.
         vocab_group: as in `linear_cross_entropy`, for a vocabulary spread over ranks. The gradient that comes
             in must be the same on every rank too, and every rank must run backward if one does.
-        backend: "chunked", "reference" (full logits, plain autograd), or "auto", the fastest that applies.
+        backend: as in `linear_cross_entropy`.
 
     Returns:
         Shaped like `targets`, 0 where ignored; float32 for bfloat16, float16 and float32 inputs, and float64
@@ -71,7 +64,7 @@ def linear_log_probs(
     backward, one SUM in backward for the gradients of hidden and a, and one SUM for the sizes; their number
     and size depend on shapes and options alone.
 
-    Host syncs: none with "chunked"; one on a device with "reference".
+    Host syncs: none; one on a device with "reference".
 
     Raises:
         ValueError: a shape, option, group or backend that does not fit; on CPU also a target outside [0, V)
@@ -89,8 +82,8 @@ def linear_log_probs(
         tensor([[ 0.1966, -0.1966],
                 [ 0.0000,  0.0000]])
     """
-    if backend not in get_args(LogProbsBackend):
-        raise ValueError(f"backend must be one of {', '.join(get_args(LogProbsBackend))}, got {backend!r}")
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     problem = build_problem(
         hidden,
         weight,
@@ -108,47 +101,5 @@ def linear_log_probs(
     )
     if backend == "reference":
         return reference_log_probs(problem).reshape(targets.shape)
-    a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
-    log_probs: Tensor = _ChunkedLogProbs.apply(problem.hidden, problem.weight, problem.bias, a, b, problem)
-    return log_probs.reshape(targets.shape)
-
-
-class _ChunkedLogProbs(torch.autograd.Function):
-    """Saves the inputs and computes the logits again in backward; see [Note: known in backward]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        problem: Problem,
-    ) -> Tensor:
-        # In here, where a compiled graph still knows of autocast.
-        ctx.product_dtype = choose_product_dtype(problem)
-        # The options alone: a tensor kept beside those that are saved could be neither dropped nor moved.
-        ctx.options = (
-            problem.softcap,
-            problem.logit_scale,
-            problem.label_smoothing,
-            problem.z_loss,
-            problem.ignore_index,
-            problem.chunk_size,
-            problem.shard,
-        )
-        ctx.save_for_backward(hidden, weight, problem.targets, bias, a, b)
-        _, token_losses, _ = run_chunks(problem, [False] * 5, ctx.product_dtype)
-        return 0.0 - token_losses  # not -token_losses, which shows ignored rows as -0
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, bias, a, b = ctx.saved_tensors
-        factors = None if a is None else (a, b)
-        problem = Problem(hidden, weight, targets, -grad_log_probs, bias, factors, *ctx.options)
-        needs = ctx.needs_input_grad[:5]
-        gradients = iter(run_chunks(problem, needs, ctx.product_dtype)[3:])
-        inputs = zip((hidden, weight, bias, a, b), needs, strict=True)
-        return (*(next(gradients).to(tensor.dtype) if need else None for tensor, need in inputs), None)
+    row_losses, _, _ = recomputed_row_losses(problem, choose_kernels(backend, problem))
+    return (0.0 - row_losses).reshape(targets.shape)  # not -row_losses, which shows ignored rows as -0
