@@ -13,4 +13,6 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+# Where a row of a test takes milliseconds: `pytest --hypothesis-profile=interpreted`.
+settings.register_profile("interpreted", settings.get_profile("default"), max_examples=4)
 settings.load_profile("default")
