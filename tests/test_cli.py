@@ -43,7 +43,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Recipe], Non
 
     def install(run: Callable[[Recipe], None]) -> None:
         module = types.ModuleType("isoloss.train.trainer")
-        module.run = run  # type: ignore[attr-defined]
+        module.run = lambda recipe, command: run(recipe)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "isoloss.train.trainer", module)
 
     return install
@@ -128,6 +128,24 @@ def test_sizes_that_do_not_fit_the_processes(recipe: str, capsys: pytest.Capture
 def test_a_recipe_that_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("train", "absent.yaml") == 2
     assert capsys.readouterr().err.startswith("absent.yaml: cannot read the recipe: No such file")
+
+
+def test_a_seed_that_no_generator_takes(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("train", recipe, f"train.seed={2**64}") == 2
+    assert "train.seed must be at most 9.22337e+18, got 18446744073709551616" in capsys.readouterr().err
+
+
+def test_commands_are_shown_as_they_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / ".venv" / "bin" / "isoloss"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    assert cli._command(str(program), tmp_path) == ".venv/bin/isoloss"
+    assert cli._command(str(program), tmp_path / "elsewhere") == str(program)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert cli._command(str(program), tmp_path) == "isoloss"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my venv" / "python"))
+    assert cli._command("/site-packages/isoloss/__main__.py", tmp_path) == "'my venv/python' -m isoloss"
 
 
 # one process

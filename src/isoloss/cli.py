@@ -8,6 +8,8 @@ import argparse
 import json
 import logging
 import os
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -215,11 +217,12 @@ def _train(path: Path, overrides: Sequence[str], nproc: int | None, show_traceba
     if place is not None and nproc is not None:
         return _complain("--nproc starts processes, but torchrun has started this one; leave --nproc out")
     world_size = place.world_size if place else nproc or 1
+    command = _command(sys.argv[0], Path.cwd())
     try:
         check_world_size(load_recipe(path, overrides), world_size)
         if place is None and world_size > 1:
-            return _launch(world_size, _train_rank, (path, overrides), show_traceback)
-        _work(_train_rank, (path, overrides), place)
+            return _launch(world_size, _train_rank, (path, overrides, command), show_traceback)
+        _work(_train_rank, (path, overrides, command), place)
     except RecipeError as error:
         if place is None or place.local_rank == 0:  # every rank of a machine reads the same file
             sys.stderr.write(f"{error}\n")
@@ -238,12 +241,32 @@ def _rank_from_environment(environment: Mapping[str, str]) -> _Rank | None:
     return _Rank(rank, int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", rank)))
 
 
-def _train_rank(rank: int, path: Path, overrides: Sequence[str]) -> None:
+def _command(program: str, folder: Path) -> str:
+    """How this program was started, as it can be typed in `folder`.
+
+    Args:
+        program: its first argument, a script or the module's file.
+        folder: where commands are typed.
+    """
+    if Path(program).name == "isoloss" and shutil.which("isoloss") != os.path.abspath(program):
+        return shlex.quote(_from(folder, program))
+    if Path(program).name == "__main__.py":
+        return f"{shlex.quote(_from(folder, sys.executable))} -m isoloss"
+    return "isoloss"
+
+
+def _from(folder: Path, program: str) -> str:
+    """The path of a program, from `folder` where it lies in it."""
+    path = Path(os.path.abspath(program))  # not resolved: the python of a venv is a link out of it
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+def _train_rank(rank: int, path: Path, overrides: Sequence[str], command: str) -> None:
     """Train in this process, which has joined the run if it has several ranks."""
     from isoloss.train.recipe import load_recipe
     from isoloss.train.trainer import run
 
-    run(load_recipe(path, overrides))
+    run(load_recipe(path, overrides), command=command)
 
 
 def _work(

@@ -2,17 +2,22 @@
 
 import json
 import math
+import os
 import resource
 import signal
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isoloss.train.checkpoint import complete_checkpoints
 from isoloss.train.export import export_run
+from isoloss.train.rundir import check_output_dir
 from isoloss.train.trackers import read_metrics
+from isoloss.train.trainer import Trainer, run
 from train.runs import differences, make_corpus, numbers, recipe, train
 
 
@@ -225,6 +230,54 @@ def test_length_in_tokens_and_in_epochs(corpus: Path, tmp_path: Path) -> None:
     lines = read_metrics(tmp_path / "epochs")
     assert lines[-1]["documents_total"] == 2 * 160
     assert lines[-1]["train/learning_rate"] > 0
+
+
+def test_a_finished_run_says_that_nothing_was_left_to_do(corpus: Path, tmp_path: Path) -> None:
+    made = recipe(corpus, tmp_path / "run", "train.max_steps=2", "train.resume_from_checkpoint=auto")
+    shown = []
+    for _ in range(2):
+        console = Console(file=StringIO())
+        run(made, console, command=".venv/bin/isoloss")
+        shown.append(console.file.getvalue())  # type: ignore[attr-defined]
+    assert "nothing was left to do" not in shown[0]
+    assert "the run had reached its end, so nothing was left to do; a larger train.max_steps" in shown[1]
+    assert f"\n  .venv/bin/isoloss export {tmp_path}/run\n" in shown[0]
+    assert f"\n  .venv/bin/isoloss train {tmp_path}/run/recipe.yaml train.output_dir" in shown[0]
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_data_without_a_window_is_an_error_before_the_run(corpus: Path, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "w1 " * 100}) + "\n")
+    made = recipe(
+        corpus,
+        tmp_path / "run",
+        "train.max_steps=null",
+        "train.num_train_epochs=1",
+        "data.long_documents=drop",
+        "data.eval_fraction=0",
+        "train.eval_steps=null",
+        f"data.sources=[{{name: long, path: {path}}}]",
+    )
+    with pytest.raises(ValueError, match=r"num_train_epochs=1 gives no window.* larger data\.window \(48\)"):
+        Trainer(made, console=Console(file=StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "file/run", "link"):
+        with pytest.raises(
+            ValueError, match=r"train\.output_dir: .* is there and is no folder; name another"
+        ):
+            Trainer(recipe(tmp_path / "no-corpus", tmp_path / name))
+
+
+def test_a_folder_without_permission_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"no permission to write to {tmp_path}; name another"):
+        check_output_dir(tmp_path / "some" / "run")
 
 
 def test_tensorboard_is_written_when_asked(corpus: Path, tmp_path: Path) -> None:

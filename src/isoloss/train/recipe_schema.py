@@ -273,7 +273,7 @@ class TrainConfig:
     gradient_checkpointing: _Bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
 
-    seed: Annotated[_Int, Field(ge=0)] = 42
+    seed: Annotated[_Int, Field(ge=0, le=2**63 - 1)] = 42
     """Seed of the initial weights and of the data order."""
 
     on_nonfinite: Literal["skip", "stop"] = "skip"

@@ -1,8 +1,26 @@
 """The folder of a run."""
 
+import os
 from pathlib import Path
 
 from isoloss.train.trackers import METRICS_FILE
+
+
+def check_output_dir(output_dir: Path) -> None:
+    """Raise ValueError where the folder of a run can neither be made nor written."""
+    place = output_dir.absolute()
+    while not place.exists() and not place.is_symlink():
+        place = place.parent
+    if not place.is_dir():
+        reason = f"{place} is there and is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        reason = f"there is no permission to write to {place}"
+    else:
+        return
+    raise ValueError(
+        f"train.output_dir: {output_dir} cannot be written, as {reason}; name another folder, or make room "
+        "for this one"
+    )
 
 
 def set_aside(output_dir: Path) -> Path | None:

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import resource
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, trans
 from isoloss.train.optimizer import build_optimizer, learning_rate_factor
 from isoloss.train.progress import ProgressDisplay, channel_table, packing_summary
 from isoloss.train.recipe import Recipe, dump_recipe, windows_per_step
-from isoloss.train.rundir import set_aside
+from isoloss.train.rundir import check_output_dir, set_aside
 from isoloss.train.task import build_objective, build_row_format, router_losses, router_terms
 from isoloss.train.trackers import Tracker, open_trackers, read_metrics
 
@@ -46,9 +47,9 @@ class NonFiniteError(RuntimeError):
     """A loss or a gradient is not finite, and the recipe says to stop."""
 
 
-def run(recipe: Recipe, console: Console | None = None) -> None:
+def run(recipe: Recipe, console: Console | None = None, *, command: str = "isoloss") -> None:
     """Train a recipe as one rank of the run that this process has joined, or alone."""
-    Trainer(recipe, console=console).train()
+    Trainer(recipe, console=console, command=command).train()
 
 
 def build_topology(recipe: Recipe) -> Topology:
@@ -92,6 +93,7 @@ class Trainer:
         recipe: what to train.
         topology: of the run; None: made from the recipe's parallel section.
         console: where rank 0 shows progress; None: standard output.
+        command: how the user starts `isoloss`, for the commands that are shown at the end.
 
     Raises:
         ValueError: data, model, tokenizer or checkpoint do not fit the recipe; says which key to change.
@@ -100,12 +102,19 @@ class Trainer:
     """
 
     def __init__(
-        self, recipe: Recipe, topology: Topology | None = None, *, console: Console | None = None
+        self,
+        recipe: Recipe,
+        topology: Topology | None = None,
+        *,
+        console: Console | None = None,
+        command: str = "isoloss",
     ) -> None:
         topology = build_topology(recipe) if topology is None else topology
         self.recipe = recipe
         self.topology = topology
         self.output_dir = Path(recipe.train.output_dir)
+        check_output_dir(self.output_dir)
+        self._command = command
         self.num_steps = 0
         """Optimizer steps done."""
         self._console = console if console is not None else Console()
@@ -142,6 +151,12 @@ class Trainer:
         )
         self._log_window = LogWindow()
         self._total_steps = self._count_steps()
+        if self._total_steps == 0:
+            raise ValueError(
+                f"data.sources: train.num_train_epochs={recipe.train.num_train_epochs} gives no window, as "
+                f"every row is dropped; use a larger data.window ({recipe.data.window}), or set "
+                "data.long_documents to truncate or split"
+            )
         if self._resume_from is not None:
             self._resume(self._resume_from)
 
@@ -163,6 +178,11 @@ class Trainer:
             display = ProgressDisplay(self._console, self._total_steps, self.num_steps)
             if self._resume_from is not None:
                 display.say(f"resumed from {self._resume_from} after step {self.num_steps}")
+                if self._progress() >= 1.0:
+                    display.say(
+                        "the run had reached its end, so nothing was left to do; a larger train.max_steps, "
+                        "max_tokens or num_train_epochs goes on with it"
+                    )
         has_more = True
         try:
             if self.num_steps == 0:
@@ -179,8 +199,6 @@ class Trainer:
                 if ends or (settings.save_steps and self.num_steps % settings.save_steps == 0):
                     self._save(last=ends)
                 self._checkpointer.poll()
-            if self.num_steps == 0:
-                raise ValueError("the run has no step: its data ended before the first window")
             self._checkpointer.finish()
         finally:
             if display is not None:
@@ -403,17 +421,18 @@ class Trainer:
         newest = find_checkpoint(self.output_dir, "auto")
         if newest is not None:
             self._console.print(packing_summary(read_state(newest)["lanes"]), soft_wrap=True, highlight=False)
-        run_dir = self.output_dir
+        run_dir = shlex.quote(str(self.output_dir))
+        command = self._command
         self._console.print(
-            f"The run is in {run_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made, "
+            f"The run is in {self.output_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made, "
             "packing/ the rows that were not packed whole.\n"
             "What to try next:\n"
-            f"  isoloss export {run_dir}\n"
+            f"  {command} export {run_dir}\n"
             "      a folder for transformers: AutoModelForCausalLM.from_pretrained\n"
-            f"  isoloss train {run_dir}/recipe.yaml train.output_dir={run_dir}-sample "
+            f"  {command} train {run_dir}/recipe.yaml train.output_dir={run_dir}-sample "
             "objective.loss_reduction=sample\n"
             "      the same run with another weighting of documents\n"
-            "  isoloss train --help\n"
+            f"  {command} train --help\n"
             "      every key of a recipe",
             highlight=False,
             markup=False,
