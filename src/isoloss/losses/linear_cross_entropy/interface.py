@@ -63,7 +63,9 @@ def linear_cross_entropy(
         hidden: [N, H], or [..., H] with leading dimensions shared by every per-row argument; floating.
         weight: [V, H], as torch.nn.Linear stores it; a plain tensor.
         targets: int[N], in [0, V) or `ignore_index`.
-        token_weights: float32 or float64 [N], constants without a gradient. Default: ones.
+        token_weights: float32 or float64 [N], constants without a gradient. Default: ones. A row of weight 0
+            is computed and shown, and 0 * NaN is NaN: `ignore_index` leaves a row out, as a step does with
+            targets whose data weight is 0.
         bias: [V], or [N, V] for a value per row and class. -inf removes a class.
         bias_factors: a[N, r] and b[V, r]; a b^T is added to the logits.
         softcap: bound of the logits, or None.
