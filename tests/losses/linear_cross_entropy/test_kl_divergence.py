@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -522,6 +522,7 @@ def assert_near(actual: Tensor | None, expected: Tensor | None) -> None:
 
 
 @for_each_backend
+@settings(max_examples=25)
 @given(case=small_cases(), seed=st.integers(0, 1000))
 def test_row_order_does_not_matter(backend: str, case: Case, seed: int) -> None:
     order = torch.randperm(len(case.targets), generator=torch.Generator().manual_seed(seed))
@@ -536,6 +537,7 @@ def test_row_order_does_not_matter(backend: str, case: Case, seed: int) -> None:
 
 
 @for_each_backend
+@settings(max_examples=25)
 @given(case=small_cases(), data=st.data())
 def test_splitting_the_rows_does_not_matter(backend: str, case: Case, data: st.DataObject) -> None:
     num_rows = len(case.targets)
@@ -553,6 +555,7 @@ def test_splitting_the_rows_does_not_matter(backend: str, case: Case, data: st.D
 
 
 @for_each_backend
+@settings(max_examples=25)
 @given(case=small_cases())
 def test_ignored_rows_do_not_matter(backend: str, case: Case) -> None:
     kept = (case.targets != -100).nonzero().squeeze(1)

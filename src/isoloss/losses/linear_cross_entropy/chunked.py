@@ -15,7 +15,7 @@ of. Gradients of hidden and a are partial over the slices and summed once, at th
 are and what is reduced follows from N, never from the rows that have a target: ranks cannot lose step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -240,8 +240,11 @@ def run_chunks(
         The loss, both token losses, and the gradients that were asked for.
     """
     # Called outside a compiled graph, the operator would load the compiler.
-    if problem.shard is not None or compute_rows is not None or not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         return _compute(problem, needs, product_dtype, kernels, compute_rows)
+    if problem.shard is not None or compute_rows is not None:  # no types of an operator
+        run: Callable[..., list[Tensor]] = torch.compiler.disable(_compute)
+        return run(problem, needs, product_dtype, kernels, compute_rows)
     a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
     made: list[Tensor] = _chunks_operator(
         problem.hidden,

@@ -16,6 +16,7 @@ MAX of two numbers and one SUM of three numbers per row. Equal logits give exact
 only the factor T^2 is applied to losses and gradients afterwards.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -187,7 +188,7 @@ def linear_kl_divergence(
     if backend == "reference":
         output = _reference(student, side, is_reverse, factor)
     elif isinstance(side, Problem):
-        rows = partial(_dense_rows_, student, _TeacherChunks(side, student), is_reverse, factor)
+        rows = partial(_dense_rows_, student, _TeacherChunks(side, student.compute_dtype), is_reverse, factor)
         output = chunked_linear_cross_entropy(student, compute_rows=rows)
     else:
         rows = partial(_top_k_reverse_rows_ if is_reverse else _top_k_forward_rows_, student, side, factor)
@@ -309,12 +310,10 @@ def _check_top_k(teacher: TeacherTopK, student: Problem, targets: Tensor) -> Tea
 class _TeacherChunks:
     """The teacher's logits of one chunk of rows after the other, in one buffer."""
 
-    def __init__(self, teacher: Problem, student: Problem) -> None:
-        self.teacher = teacher
-        self.dtype = student.compute_dtype
-        self.product_dtype = (
-            choose_product_dtype(teacher) if teacher.hidden.device.type != "cpu" else self.dtype
-        )
+    def __init__(self, teacher: Problem, dtype: torch.dtype) -> None:
+        self.hidden, self.bias, self.softcap = teacher.hidden, teacher.bias, teacher.softcap
+        self.dtype = dtype
+        self.product_dtype = dtype if teacher.hidden.device.type == "cpu" else choose_product_dtype(teacher)
         self.weight = teacher.weight.to(self.product_dtype)
         self.scale = teacher.logit_scale / (1.0 if teacher.softcap is None else teacher.softcap)
         self.buffer: Tensor | None = None
@@ -326,38 +325,42 @@ class _TeacherChunks:
             self.buffer = chunk.logits.new_empty((num_rows, classes), dtype=self.product_dtype)
             advise_huge_pages(self.buffer)
         out = self.buffer[:num_rows]
-        x = chunk.take(self.teacher.hidden).to(self.dtype) * self.scale
+        x = chunk.take(self.hidden).to(self.dtype) * self.scale
         torch.mm(x.to(self.product_dtype), self.weight.T, out=out)
         return out.to(self.dtype)
 
     def add_bias(self, chunk: LogitsChunk) -> Callable[[Tensor, int, int], None] | None:
         """What adds the bias to a block of these logits."""
-        bias = self.teacher.bias
+        bias = self.bias
         if bias is None:
             return None
-        rows = bias if bias.ndim == 1 else chunk.take(bias)
+        values = bias if bias.ndim == 1 else chunk.take(bias)
 
         def add(z: Tensor, low: int, high: int) -> None:
-            z.add_(rows if rows.ndim == 1 else rows[low:high], alpha=self.scale)
+            z.add_(values if values.ndim == 1 else values[low:high], alpha=self.scale)
 
         return add
 
 
 def _finish_(
-    z: Tensor, add_bias: Callable[[Tensor, int, int], None] | None, softcap: float | None, low: int, high: int
+    z: Tensor, add_bias: Callable[[Tensor, int, int], None] | None, softcap: float | None, part: slice
 ) -> None:
-    """Turn rows `low` to `high` of a chunk, that come out of the product, into logits."""
+    """Turn the rows `part` of a chunk, as they come out of the product, into logits."""
     if add_bias is not None:
-        add_bias(z, low, high)
+        add_bias(z, part.start, part.stop)
     if softcap is not None:
         z.tanh_().mul_(softcap)
 
 
-def _blocks(logits: Tensor) -> list[slice]:
-    """Rows that fit into the cache; none where there is no class."""
+def _rounds(logits: Tensor, shard: VocabularyShard | None, num_buffers: int = 1) -> list[list[slice]]:
+    """Blocks of rows that fit into the cache, grouped by what goes through all passes together.
+
+    Each block alone, while it is in the cache; of a shard all at once, as reductions stand between passes.
+    """
     num_rows, classes = logits.shape
-    block = block_rows(num_rows, classes, logits.device)
-    return [slice(low, min(low + block, num_rows)) for low in range(0, num_rows, block)] if classes else []
+    block = block_rows(num_rows, num_buffers * classes, logits.device)
+    blocks = [slice(low, min(low + block, num_rows)) for low in range(0, num_rows, block)] if classes else []
+    return [[part] for part in blocks] if shard is None else [blocks]
 
 
 def _dense_rows_(
@@ -368,49 +371,53 @@ def _dense_rows_(
     Collectives: of a shard, a MAX of 2 and a SUM of 3 numbers for each of `reduced_rows`.
     """
     z_student, z_teacher, shard = chunk.logits, teacher.project(chunk), student.shard
-    num_rows, parts = z_student.shape[0], _blocks(z_student)
+    num_rows = z_student.shape[0]
     add_teacher_bias = teacher.add_bias(chunk)
-
+    may_be_removed = chunk.add_bias is not None or add_teacher_bias is not None  # by a bias of -inf
     maxima = z_student.new_full((2, chunk.reduced_rows, 1), -math.inf)
     student_max, teacher_max = maxima[:, :num_rows].unbind()
-    for part in parts:
-        _finish_(z_student[part], chunk.add_bias, student.softcap, part.start, part.stop)
-        _finish_(z_teacher[part], add_teacher_bias, teacher.teacher.softcap, part.start, part.stop)
-        torch.amax(z_student[part], -1, keepdim=True, out=student_max[part])
-        torch.amax(z_teacher[part], -1, keepdim=True, out=teacher_max[part])
-    if shard is not None:
-        shard.reduce_max(maxima)
-
     packed = z_student.new_zeros(3, chunk.reduced_rows, 1)
     student_sums, teacher_sums, gaps = packed[:, :num_rows].unbind()
-    for part in parts:
-        s, t = z_student[part], z_teacher[part]
-        slope = None
-        if student.softcap is not None and chunk.needs_gradient:
-            slope = 1 - (s / student.softcap).square()
-        s.sub_(student_max[part])
-        t.sub_(teacher_max[part])
-        averaged = s if is_reverse else t
-        gap = s - t if is_reverse else t - s
-        torch.sum(s.exp_(), -1, keepdim=True, out=student_sums[part])
-        torch.sum(t.exp_(), -1, keepdim=True, out=teacher_sums[part])
-        # A class without probability counts nothing, whatever the other side makes of it: not 0 * inf.
-        gap.mul_(averaged).masked_fill_(averaged == 0, 0)
-        torch.sum(gap, -1, keepdim=True, out=gaps[part])
-        if is_reverse:
-            t.copy_(gap)
-        if slope is not None:
-            s.mul_(slope)
-            t.mul_(slope)
-    if shard is not None:
-        shard.reduce_sum(packed)
 
-    if chunk.needs_gradient:
-        ratios = gaps / student_sums if is_reverse else student_sums / teacher_sums
+    for parts in _rounds(z_student, shard, num_buffers=2):
         for part in parts:
             s, t = z_student[part], z_teacher[part]
-            first, second = (t, s) if is_reverse else (s, t)
-            torch.addcmul(first, second, ratios[part], value=-1, out=s)
+            _finish_(s, chunk.add_bias, student.softcap, part)
+            _finish_(t, add_teacher_bias, teacher.softcap, part)
+            torch.amax(s, -1, keepdim=True, out=student_max[part])
+            torch.amax(t, -1, keepdim=True, out=teacher_max[part])
+        if shard is not None:
+            shard.reduce_max(maxima)
+        for part in parts:
+            s, t = z_student[part], z_teacher[part]
+            slope = None
+            if student.softcap is not None and chunk.needs_gradient:
+                slope = 1 - (s / student.softcap).square()
+            s.sub_(student_max[part])
+            t.sub_(teacher_max[part])
+            averaged = s if is_reverse else t
+            gap = s - t if is_reverse else t - s
+            torch.sum(s.exp_(), -1, keepdim=True, out=student_sums[part])
+            torch.sum(t.exp_(), -1, keepdim=True, out=teacher_sums[part])
+            gap.mul_(averaged)
+            if may_be_removed:
+                # What has no probability counts nothing, whatever the other side makes of it: not 0 * inf.
+                gap.masked_fill_(averaged == 0, 0)
+            torch.sum(gap, -1, keepdim=True, out=gaps[part])
+            if is_reverse and chunk.needs_gradient:
+                t.copy_(gap)
+            if slope is not None:
+                s.mul_(slope)
+                t.mul_(slope)
+        if shard is not None:
+            shard.reduce_sum(packed)
+        for part in parts if chunk.needs_gradient else ():
+            s, t = z_student[part], z_teacher[part]
+            if is_reverse:
+                torch.addcmul(t, s, gaps[part] / student_sums[part], value=-1, out=s)
+            else:
+                s.addcmul_(t, student_sums[part] / teacher_sums[part], value=-1)
+
     sums, others = (student_sums, teacher_sums) if is_reverse else (teacher_sums, student_sums)
     return _row_losses(factor * (gaps / sums - sums.log() + others.log()), student_sums, factor)
 
@@ -423,38 +430,38 @@ def _top_k_forward_rows_(
     Collectives: of a shard, a MAX of 1 and a SUM of 2 numbers for each of `reduced_rows`.
     """
     z, shard = chunk.logits, student.shard
-    num_rows, parts = z.shape[0], _blocks(z)
+    num_rows = z.shape[0]
     places, is_here = _find_places(chunk.take(teacher.ids), z, shard)
     log_p = chunk.take(teacher.log_probs).log_softmax(-1)
     p = log_p.exp()
     is_absent = p == 0
-
     maxima = z.new_full((chunk.reduced_rows, 1), -math.inf)
     row_max = maxima[:num_rows]
-    for part in parts:
-        _finish_(z[part], chunk.add_bias, student.softcap, part.start, part.stop)
-        torch.amax(z[part], -1, keepdim=True, out=row_max[part])
-    if shard is not None:
-        shard.reduce_max(maxima)
-
     # Sum of exp(z - max), and that of p (z - max).
     packed = z.new_zeros(2, chunk.reduced_rows, 1)
     sums, cross = packed[:, :num_rows].unbind()
     chosen = torch.zeros_like(p)
-    for part in parts:
-        slope = None
-        if student.softcap is not None and chunk.needs_gradient:
-            slope = 1 - (z[part] / student.softcap).square()
-        z[part].sub_(row_max[part])
-        chosen[part] = torch.where(is_here[part], z[part].gather(-1, places[part]), 0)
-        torch.sum(z[part].exp_(), -1, keepdim=True, out=sums[part])
-        if slope is not None:
-            z[part].mul_(slope)
+
+    for parts in _rounds(z, shard):
+        for part in parts:
+            _finish_(z[part], chunk.add_bias, student.softcap, part)
+            torch.amax(z[part], -1, keepdim=True, out=row_max[part])
+        if shard is not None:
+            shard.reduce_max(maxima)
+        for part in parts:
+            slope = None
+            if student.softcap is not None and chunk.needs_gradient:
+                slope = 1 - (z[part] / student.softcap).square()
+            z[part].sub_(row_max[part])
+            chosen[part] = torch.where(is_here[part], z[part].gather(-1, places[part]), 0)
+            torch.sum(z[part].exp_(), -1, keepdim=True, out=sums[part])
+            if slope is not None:
+                z[part].mul_(slope)
     torch.sum((p * chosen).masked_fill_(is_absent, 0), -1, keepdim=True, out=cross)
     if shard is not None:
         shard.reduce_sum(packed)
 
-    if chunk.needs_gradient and parts:
+    if chunk.needs_gradient and z.shape[1]:
         pull = p * sums
         if student.softcap is not None:
             pull.mul_(1 - ((chosen + row_max) / student.softcap).square())
@@ -472,19 +479,19 @@ def _top_k_reverse_rows_(
     Collectives: of a shard, a SUM of k numbers for each of `reduced_rows`.
     """
     z, shard = chunk.logits, student.shard
-    num_rows, parts = z.shape[0], _blocks(z)
+    num_rows = z.shape[0]
     places, is_here = _find_places(chunk.take(teacher.ids), z, shard)
     log_probs = chunk.take(teacher.log_probs)
     packed = z.new_zeros(chunk.reduced_rows, log_probs.shape[1])
     chosen = packed[:num_rows]
-    for part in parts:
-        _finish_(z[part], chunk.add_bias, student.softcap, part.start, part.stop)
+    for part in itertools.chain(*_rounds(z, shard)):
+        _finish_(z[part], chunk.add_bias, student.softcap, part)
         chosen[part] = torch.where(is_here[part], z[part].gather(-1, places[part]), 0)
     if shard is not None:
         shard.reduce_sum(packed)
 
     losses, gradient = _reverse_over_k(chosen, log_probs)
-    if chunk.needs_gradient and parts:
+    if chunk.needs_gradient and z.shape[1]:
         if student.softcap is not None:
             gradient.mul_(1 - (chosen / student.softcap).square())
         z.zero_().scatter_add_(-1, places, torch.where(is_here, gradient, 0))
