@@ -221,12 +221,17 @@ def test_what_json_reads_and_nobody_meant_is_named(tmp_path: Path, name: str) ->
         r'{"text": "a whole one \ud83d\ude00, and \\ud83d as text"}',
         r'{"messages": [{"role": "assistant", "content": "x \uDE00"}]}',
         r'{"messages": [{"role": "user", "content": "x", "role": "assistant"}]}',
+        '{"text": "a", "weight": ' + "1" * 5000 + "}",
+        '{"text": "a", "weight": ' + "1" * 400 + "}",
     ]
     path = tmp_path / name
     text = "\n".join(lines) if name == "a.jsonl" else "[" + ",\n".join(lines) + "]"
     path.write_text(text)
     advice = "half of a character that JSON writes as two \\u escapes; write both, or leave it out"
-    assert faults(path).splitlines() == [
+    *named, digits, weight = faults(path).splitlines()
+    assert digits.startswith(f"{path}:6: the row cannot be read (Exceeds the limit (4300 digits)")
+    assert weight.startswith(f"{path}:7: weight must be a number from 0, got 1111")
+    assert named == [
         f"{path}:1: the key 'text' stands 2 times in one object; keep one of them",
         f"{path}:2: the field 'text' holds '\\ud83d', {advice}",
         f"{path}:4: the field 'messages' holds '\\ude00', {advice}",

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -212,7 +213,7 @@ def _message_weight(message: Message, is_target: bool) -> float:
 def _weight(value: object, what: str) -> float:
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise RowError(f"{what} must be a number from 0, got {_shown(value)}")
     return float(value)
 

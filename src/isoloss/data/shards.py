@@ -150,7 +150,12 @@ def _parse_line(line: str) -> Row:
 
 
 def _parse_object(text: str, wanted: str) -> Row:
-    row = json.loads(text, object_pairs_hook=_without_duplicates)
+    try:
+        row = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (RowError, json.JSONDecodeError):
+        raise
+    except (ValueError, RecursionError) as fault:  # limits of Python's on digits and depth
+        raise RowError(f"the row cannot be read ({fault}); shorten its numbers, or nest it less") from None
     if not isinstance(row, dict):
         raise RowError(
             f'expected an object, got {type(row).__name__}; write {wanted}, like {{"text": "..."}}'
@@ -208,7 +213,7 @@ def _starts_with_bracket(path: str) -> bool:
 def _open_list(path: str) -> Shard:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        json.loads(text)
+        json.loads(text, parse_int=str)
     except UnicodeDecodeError:
         raise DataError("\n".join(_undecodable_lines(path))) from None
     except json.JSONDecodeError as fault:
@@ -229,7 +234,7 @@ def _open_list(path: str) -> Shard:
 
 def _elements(text: str) -> Sequence[tuple[int, str]]:
     """The line at which each element of a JSON list starts, from 1, and its text."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_int=str)  # a number with too many digits is told with its row
     elements: list[tuple[int, str]] = []
     place, line = 0, 1
     end = text.index("[") + 1
