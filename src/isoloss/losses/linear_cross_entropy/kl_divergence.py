@@ -6,8 +6,8 @@ Shapes: N rows, m rows of a chunk, H hidden width, Ht that of the teacher, V voc
 row, S and U the sums of exponentials of student and teacher, and D the sum of d weighted by the exponentials
 of the side that is averaged over. Both directions need only these three numbers per row:
 
-    forward  KL(teacher || student) = D / U - log U + log S,   gradient * S = e_student - (S / U) e_teacher
-    reverse  KL(student || teacher) = D / S - log S + log U,   gradient * S = e_student d - (D / S) e_student
+    forward  KL(teacher || student) = D / U + log (S / U),   gradient * S = e_student - (S / U) e_teacher
+    reverse  KL(student || teacher) = D / S + log (U / S),   gradient * S = e_student d - (D / S) e_student
 
 so the buffers of both sides end as two addends of the gradient, and a vocabulary spread over ranks takes one
 MAX of two numbers and one SUM of three numbers per row. Equal logits give exactly 0.
@@ -258,18 +258,21 @@ def _check_teacher_logits(teacher: TeacherLogits, student: Problem, targets: Ten
             f"the teacher's hidden must have shape {expected}, the student's rows and the width of the "
             f"teacher's weight, got {list(teacher.hidden.shape)}; run both on the same tokens"
         )
-    return _build(
-        teacher.hidden.detach(),
-        teacher.weight.detach(),
-        student.targets.reshape(targets.shape),
-        token_weights=None,
-        bias=None if teacher.bias is None else teacher.bias.detach(),
-        softcap=teacher.softcap,
-        logit_scale=teacher.logit_scale,
-        ignore_index=student.ignore_index,
-        chunk_size=None,
-        shard=student.shard,
-    )
+    try:
+        return _build(
+            teacher.hidden.detach(),
+            teacher.weight.detach(),
+            student.targets.reshape(targets.shape),
+            token_weights=None,
+            bias=None if teacher.bias is None else teacher.bias.detach(),
+            softcap=teacher.softcap,
+            logit_scale=teacher.logit_scale,
+            ignore_index=student.ignore_index,
+            chunk_size=None,
+            shard=student.shard,
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"of the teacher: {error}") from error
 
 
 def _check_top_k(teacher: TeacherTopK, student: Problem, targets: Tensor) -> TeacherTopK:
@@ -314,7 +317,8 @@ class _TeacherChunks:
         self.hidden, self.bias, self.softcap = teacher.hidden, teacher.bias, teacher.softcap
         self.dtype = dtype
         self.product_dtype = dtype if teacher.hidden.device.type == "cpu" else choose_product_dtype(teacher)
-        self.weight = teacher.weight.to(self.product_dtype)
+        weight = teacher.weight.to(self.product_dtype)
+        self.weight = weight if 1 in weight.stride() else weight.contiguous()  # once, not in every product
         self.scale = teacher.logit_scale / (1.0 if teacher.softcap is None else teacher.softcap)
         self.buffer: Tensor | None = None
 
@@ -419,7 +423,8 @@ def _dense_rows_(
                 s.addcmul_(t, student_sums[part] / teacher_sums[part], value=-1)
 
     sums, others = (student_sums, teacher_sums) if is_reverse else (teacher_sums, student_sums)
-    return _row_losses(factor * (gaps / sums - sums.log() + others.log()), student_sums, factor)
+    # One logarithm: the difference of two would lose the digits of a small divergence.
+    return _row_losses(factor * (gaps / sums + (others / sums).log()), student_sums, factor)
 
 
 def _top_k_forward_rows_(
