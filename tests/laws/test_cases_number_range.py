@@ -1,5 +1,7 @@
 """Cases A74 and A75: counts beyond 32 bits, sums of bfloat16 losses."""
 
+import dataclasses
+
 import torch
 
 from isoloss import Layout, Ledger, PackedBatch, Term
@@ -31,9 +33,9 @@ def test_a74_a_vector_sums_past_32_bits_exactly() -> None:
     with ledger.step([cost_window([[1.0]])]) as step:
         for batch in step:
             Gain()(step, batch).backward()
-    record = step.record
-    block = record.declaration.opening.block(record.opening, "tokens")
-    block.fill_(BILLION + 1)
+    opening = step.record.opening.clone()
+    step.record.declaration.opening.block(opening, "tokens").fill_(BILLION + 1)
+    record = dataclasses.replace(step.record, opening=opening)
     total = record + record + record
     assert ledger.metrics(total)["tokens/loss"] == 3 * BILLION + 3
     assert total.opening.dtype == torch.float64

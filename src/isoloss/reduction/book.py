@@ -61,16 +61,17 @@ class Book:
                 given a loss; in strict mode, a channel or a term that was not declared.
         """
         schema = self.declaration.opening
+        values = opening.tolist()
         faults: list[str] = []
-        if schema.block(opening, "unknown_channel")[0] > 0:
+        if schema.read(values, "unknown_channel")[0] > 0:
             faults += self._exchange_unknown_channels(windows)
-        missing = int(schema.block(opening, "missing_channel")[0])
+        missing = int(schema.read(values, "missing_channel")[0])
         if missing and self.strict:
             faults.append(
                 f"{missing} documents have no channel (source -1) although channels are declared; give every "
                 "document the index of its channel"
             )
-        unknown = int(schema.block(opening, "unknown_term")[0])
+        unknown = int(schema.read(values, "unknown_term")[0])
         if unknown:
             declared = ", ".join(repr(term.name) for term in self.declaration.terms)
             faults.append(
@@ -81,7 +82,7 @@ class Book:
             raise ValueError("; ".join(faults))
         for fault in faults:
             logger.warning("isoloss: %s", fault)
-        empty_term = bool((schema.block(opening, "weights") == 0).any())
+        empty_term = 0 in schema.read(values, "weights")
         if self.topology.device.type == "cpu" or training not in self._checked or empty_term:
             record = read_record()
             broken = record.unbalanced_terms() + record.orphaned_terms()
@@ -89,7 +90,7 @@ class Book:
                 raise ValueError("; ".join(broken))
             self._checked.add(training)
         if training:
-            self._count(opening)
+            self._count(values)
 
     def keep_expert_counts(self, closing: Tensor, work: dist.Work | None) -> None:
         """Keep the expert counts of a training step, whose closing reduction may still run."""
@@ -128,17 +129,16 @@ class Book:
         self.num_skipped += 1
         self.total_metrics["steps/skipped"] = float(self.num_skipped)
 
-    def _count(self, opening: Tensor) -> None:
+    def _count(self, opening: Sequence[float]) -> None:
         schema = self.declaration.opening
         self.num_steps += 1
-        for name, count in zip(TOKEN_COUNTERS, schema.block(opening, "tokens").tolist(), strict=True):
+        for name, count in zip(TOKEN_COUNTERS, schema.read(opening, "tokens"), strict=True):
             self.totals[name] += int(count)
-        self.totals["documents"] += int(schema.block(opening, "documents")[0])
-        for counter, row in zip(
-            CHANNEL_COUNTERS, schema.block(opening, "channel_counts").tolist(), strict=True
-        ):
+        self.totals["documents"] += int(schema.read(opening, "documents")[0])
+        for counter, row in zip(CHANNEL_COUNTERS, schema.read_table(opening, "channel_counts"), strict=True):
             for name, count in zip(self.declaration.channel_names, row, strict=True):
-                self.channel_totals[name][counter] += int(count)
+                if count:
+                    self.channel_totals[name][counter] += int(count)
         self._tell_totals()
 
     def _tell_totals(self) -> None:

@@ -1,6 +1,7 @@
 """This rank's part of the opening vector: what its windows contain."""
 
 import ctypes
+import math
 import zlib
 from collections.abc import Collection, Sequence
 
@@ -23,55 +24,62 @@ def count_windows(
         windows: whole windows, before sharding.
         known_channels: undeclared channel indices that all ranks have been told of already.
     """
-    schema = declaration.opening
-    vector = schema.zeros()
     layouts = [window.layout for window in windows]
-    if not layouts:
-        return vector
-    # One pass over the documents of all windows: many small operations would cost more than the counting.
-    sources = torch.tensor([source for layout in layouts for source in layout.document_sources])
-    channels = channel_indices(sources.to(torch.int64), declaration)
-    weights = schema.block(vector, "weights")
-    targets = schema.block(vector, "targets")
-    channel_weights = schema.block(vector, "channel_weights")
-    for index, term in enumerate(declaration.terms):
-        document_weights = torch.cat([_term_weights(window, term) for window in windows])
-        weights[index] = document_weights.sum()
-        if term.reduction == "source":
-            targets[index] = weights[index]
-        else:
-            targets[index] = sum(_num_targets(window, term.name) for window in windows)
-        if declaration.channels:
-            channel_weights[index].index_add_(0, channels, document_weights)
-    declared = {term.name for term in declaration.terms}
-    loss_tokens = torch.cat([_loss_tokens(window, declared) for window in windows])
-    schema.block(vector, "tokens").copy_(
-        torch.tensor(
-            [
-                int(loss_tokens.sum()),
-                sum(layout.source_tokens for layout in layouts),
-                sum(layout.aligned_tokens for layout in layouts),
-                sum(layout.physical_tokens for layout in layouts),
-            ]
+    sources = [source for layout in layouts for source in layout.document_sources]
+    channels = _channel_rows(sources, declaration)
+    blocks: dict[str, list[float]] = {"weights": [], "targets": [], "channel_weights": []}
+    # Plain numbers: on some tens of documents each operation on a tensor would cost more than the sum.
+    for term in declaration.terms:
+        weights = [weight for window in windows for weight in _term_weights(window, term).tolist()]
+        blocks["weights"].append(math.fsum(weights))
+        blocks["targets"].append(
+            blocks["weights"][-1]
+            if term.reduction == "source"
+            else sum(_num_targets(window, term.name) for window in windows)
         )
-    )
-    schema.block(vector, "documents").fill_(sum(layout.num_documents for layout in layouts))
-    schema.block(vector, "digest").fill_(sum(digest_documents(window) for window in windows))
-    schema.block(vector, "unknown_term").fill_(
+        blocks["channel_weights"] += _by_channel(weights, channels, declaration)
+    declared = {term.name for term in declaration.terms}
+    loss_tokens = [count for window in windows for count in _loss_tokens(window, declared).tolist()]
+    blocks["tokens"] = [
+        sum(loss_tokens),
+        sum(layout.source_tokens for layout in layouts),
+        sum(layout.aligned_tokens for layout in layouts),
+        sum(layout.physical_tokens for layout in layouts),
+    ]
+    blocks["documents"] = [sum(layout.num_documents for layout in layouts)]
+    blocks["digest"] = [sum(digest_documents(window) for window in windows)]
+    blocks["unknown_term"] = [
         sum(
             _num_targets(window, name) for window in windows for name in window.counts if name not in declared
         )
-    )
+    ]
     if declaration.channels:
-        lengths = torch.tensor([length for layout in layouts for length in layout.document_lengths])
-        counted = torch.tensor([not prefix for layout in layouts for prefix in layout.is_prefix])
-        channel_counts = torch.stack([loss_tokens, lengths, counted]).to(torch.float64)
-        schema.block(vector, "channel_counts").index_add_(1, channels, channel_counts)
+        lengths = [length for layout in layouts for length in layout.document_lengths]
+        counted = [not prefix for layout in layouts for prefix in layout.is_prefix]
+        blocks["channel_counts"] = [
+            count
+            for column in (loss_tokens, lengths, counted)
+            for count in _by_channel(column, channels, declaration)
+        ]
         new = undeclared_channels(declaration, windows).difference(known_channels)
-        if new:
-            schema.block(vector, "unknown_channel").fill_(sum(source in new for source in sources.tolist()))
-        schema.block(vector, "missing_channel").fill_((sources < 0).sum())
-    return vector
+        blocks["unknown_channel"] = [sum(source in new for source in sources) if new else 0]
+        blocks["missing_channel"] = [sum(source < 0 for source in sources)]
+    return declaration.opening.vector(blocks)
+
+
+def _channel_rows(sources: Sequence[int], declaration: Declaration) -> list[int]:
+    """As `channel_indices`, of documents."""
+    other = len(declaration.channels)
+    return [source if 0 <= source < other else other for source in sources]
+
+
+def _by_channel(values: Sequence[float], channels: Sequence[int], declaration: Declaration) -> list[float]:
+    """The sum of the documents' values in each channel; empty without channels."""
+    sums = [0.0] * len(declaration.channel_names)
+    if sums:
+        for channel, value in zip(channels, values, strict=True):
+            sums[channel] += value
+    return sums
 
 
 def _term_weights(window: PackedBatch, term: Term) -> Tensor:

@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import final
+from functools import cached_property
+from typing import Literal, final
 
 from torch import Tensor
 
@@ -38,10 +39,19 @@ class Declaration:
             other += "_"
         self.channel_names = (*channels, other) if channels else ()
         self.escaped_channels = tuple(map(escape_name, self.channel_names))
+        # Names of metrics are made once: at 50 channels, making them anew would be half the cost of a record.
+        self.counter_keys = [self._channel_keys(f"channel_{counter}") for counter in CHANNEL_COUNTERS]
+        # the first declared term has the plain name, a further one adds its own
+        suffixes = ["", *(f"/{escape_name(term.name)}" for term in terms[1:])]
+        self.loss_keys = [self._channel_keys("channel_loss", suffix) for suffix in suffixes]
+        self.share_keys = [self._channel_keys("channel_loss_share", suffix) for suffix in suffixes]
         self.opening: VectorSchema = opening_schema(len(terms), len(self.channel_names))
         self.closing: VectorSchema = closing_schema(
             len(terms), len(self.channel_names), routing, len(measures)
         )
+
+    def _channel_keys(self, kind: str, suffix: str = "") -> list[str]:
+        return [f"{kind}/{name}{suffix}" for name in self.escaped_channels]
 
 
 @final
@@ -68,19 +78,27 @@ class StepRecord:
             self.num_steps + other.num_steps,
         )
 
+    @cached_property
+    def _opened(self) -> list[float]:
+        return self.opening.tolist()
+
+    @cached_property
+    def _closed(self) -> list[float]:
+        return self.closing.tolist()
+
     def opened(self, name: str) -> list[float]:
         """A one-dimensional block of the opening vector."""
-        return self.declaration.opening.block(self.opening, name).tolist()
+        return self.declaration.opening.read(self._opened, name)
 
     def closed(self, name: str) -> list[float]:
         """A one-dimensional block of the closing vector."""
-        return self.declaration.closing.block(self.closing, name).tolist()
+        return self.declaration.closing.read(self._closed, name)
 
-    def channel_table(self, vector: str, name: str) -> list[list[float]]:
-        """A block [rows][channels] of the "opening" or "closing" vector."""
+    def channel_table(self, vector: Literal["opening", "closing"], name: str) -> list[list[float]]:
+        """A block [rows][channels] of one of the two vectors."""
         if vector == "opening":
-            return self.declaration.opening.block(self.opening, name).tolist()
-        return self.declaration.closing.block(self.closing, name).tolist()
+            return self.declaration.opening.read_table(self._opened, name)
+        return self.declaration.closing.read_table(self._closed, name)
 
     @property
     def term_losses(self) -> dict[str, float]:
@@ -176,15 +194,15 @@ class StepRecord:
                 prefix, such as "eval/", stands before every name.
         """
         values = {
-            "loss": self.loss,
             **self._term_metrics(),
             **self._channel_metrics(),
             **self._count_metrics(),
             **self._routing_metrics(),
             **self._measure_metrics(),
         }
-        bare = "" if prefix == "train/" else prefix
-        return {(prefix if name == "loss" else bare) + name: value for name, value in values.items()}
+        if prefix != "train/":
+            values = {prefix + name: value for name, value in values.items()}
+        return {f"{prefix}loss": self.loss} | values
 
     def _term_metrics(self) -> dict[str, float]:
         values = {f"loss/{escape_name(name)}": loss for name, loss in self.term_losses.items()}
@@ -208,22 +226,23 @@ class StepRecord:
         if not complete:
             return values
         counts = self.channel_table("opening", "channel_counts")
-        # "other" shows only when something fell into it
-        shown = [index for index in range(len(names)) if index < len(names) - 1 or counts[1][index]]
-        for counter, row in zip(CHANNEL_COUNTERS, counts, strict=True):
-            values |= {f"channel_{counter}/{names[index]}": row[index] for index in shown}
-        weights = self.channel_table("opening", "channel_weights")
-        losses = self.channel_table("closing", "channel_losses")
-        totals = self.opened("weights")
-        for order, term in enumerate(self.declaration.terms):
-            # the first declared term has the plain name, a further one adds its own
-            suffix = f"/{escape_name(term.name)}" if order else ""
-            for index in shown:
-                name = names[index] + suffix
-                if weights[order][index]:
-                    values[f"channel_loss/{name}"] = losses[order][index] / weights[order][index]
-                if totals[order]:
-                    values[f"channel_loss_share/{name}"] = losses[order][index] / totals[order]
+        # "other", the last, shows only when something fell into it
+        shown = len(names) if counts[1][-1] else len(names) - 1
+        for keys, row in zip(self.declaration.counter_keys, counts, strict=True):
+            values.update(zip(keys[:shown], row[:shown], strict=True))
+        for loss_keys, share_keys, weights, losses, total in zip(
+            self.declaration.loss_keys,
+            self.declaration.share_keys,
+            self.channel_table("opening", "channel_weights"),
+            self.channel_table("closing", "channel_losses"),
+            self.opened("weights"),
+            strict=True,
+        ):
+            for index in range(shown):
+                if weights[index]:
+                    values[loss_keys[index]] = losses[index] / weights[index]
+                if total:
+                    values[share_keys[index]] = losses[index] / total
         return values
 
     def _count_metrics(self) -> dict[str, float]:
@@ -245,7 +264,7 @@ class StepRecord:
     @property
     def expert_counts(self) -> list[list[int]]:
         """Tokens that each expert was chosen for, [layers][experts]; empty without routing."""
-        table = self.declaration.closing.block(self.closing, "expert_counts").tolist()
+        table = self.declaration.closing.read_table(self._closed, "expert_counts")
         return [[int(count) for count in row] for row in table]
 
     def _routing_metrics(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ always reduces the same vector.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -23,10 +23,10 @@ class VectorSchema:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = dict(shapes)
-        self._offsets: dict[str, int] = {}
+        self._places: dict[str, slice] = {}
         self.length = 0
         for name, shape in self.shapes.items():
-            self._offsets[name] = self.length
+            self._places[name] = slice(self.length, self.length + math.prod(shape))
             self.length += math.prod(shape)
 
     def zeros(self, device: torch.device | str = "cpu") -> Tensor:
@@ -35,9 +35,25 @@ class VectorSchema:
 
     def block(self, vector: Tensor, name: str) -> Tensor:
         """The block `name` of `vector` in its shape; a view, so writing to it writes to the vector."""
-        shape = self.shapes[name]
-        start = self._offsets[name]
-        return vector[start : start + math.prod(shape)].view(shape)
+        return vector[self._places[name]].view(self.shapes[name])
+
+    def vector(self, blocks: Mapping[str, Sequence[float]]) -> Tensor:
+        """A vector of the given blocks, each as flat as it lies, zeros elsewhere; float64[length], CPU."""
+        values = [0.0] * self.length
+        for name, block in blocks.items():
+            values[self._places[name]] = block
+        assert len(values) == self.length, "a block is not of its declared size"
+        return torch.tensor(values, dtype=torch.float64)
+
+    def read(self, values: Sequence[float], name: str) -> list[float]:
+        """The block `name` of a vector that is on the host as a list, flat. Cheaper than from a tensor."""
+        return list(values[self._places[name]])
+
+    def read_table(self, values: Sequence[float], name: str) -> list[list[float]]:
+        """As `read`, for a block of two dimensions: its rows."""
+        rows, columns = self.shapes[name]
+        start = self._places[name].start
+        return [list(values[start + row * columns : start + (row + 1) * columns]) for row in range(rows)]
 
 
 def opening_schema(num_terms: int, num_channels: int) -> VectorSchema:

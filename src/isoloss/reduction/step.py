@@ -50,10 +50,11 @@ class Denominators:
 
     def __init__(self, local: Tensor, declaration: Declaration, topology: Topology) -> None:
         self._schema = declaration.opening
+        self._coefficients = [term.coefficient for term in declaration.terms]
         self._work: dist.Work | None = None
         self._host: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
-        self._inverse: dict[torch.device, Tensor] = {}
+        self._scales: dict[torch.device, tuple[Tensor, ...]] = {}
         if topology.world_group is None:
             self._vector = local
             self._host = local
@@ -77,13 +78,16 @@ class Denominators:
         else:
             self._host = self._vector
 
-    def inverse(self, device: torch.device) -> Tensor:
-        """1 / W of each term, 0 where W is 0; float64[terms] on `device`."""
-        if device not in self._inverse:
+    def scale(self, index: int, device: torch.device) -> Tensor:
+        """Coefficient / W of a term, 0 where W is 0; float64 scalar on `device`."""
+        if device not in self._scales:
             self._wait()
             weights = self._schema.block(self._vector, "weights").to(device, non_blocking=True)
-            self._inverse[device] = torch.where(weights > 0, 1.0 / weights, 0.0)
-        return self._inverse[device]
+            inverse = torch.where(weights > 0, 1.0 / weights, 0.0)
+            self._scales[device] = tuple(
+                one * coefficient for one, coefficient in zip(inverse, self._coefficients, strict=True)
+            )
+        return self._scales[device][index]
 
     def on_host(self) -> Tensor:
         """The whole reduced vector on the host.
@@ -132,8 +136,8 @@ class Step:
         self._was_entered = False
         self._denominators: Denominators | None = None
         self._closing: Tensor | None = None
-        self._blocks: dict[str, Tensor] = {}
-        """Views of the closing vector."""
+        self._rows: dict[tuple[str, int], Tensor] = {}
+        """Views of the closing vector: (block, term or measure) -> its numbers."""
         self._own_weights = declaration.opening.zeros()
         """Weight of each term in the windows that this rank owns, float64[terms], on the host."""
         self._opening: Tensor | None = None
@@ -208,7 +212,7 @@ class Step:
         self._denominators = None
         self._opening = None
         self._closing = None
-        self._blocks = {}
+        self._rows = {}
         self._pending = None
         self._record = None
         self._windows = ()
@@ -261,17 +265,17 @@ class Step:
         index = self._term_index(term, TOKEN_REDUCTIONS)
         rows = hidden.reshape(-1, hidden.shape[-1])
         targets = self._targets(batch, index, rows.shape[0], "hidden", rows.device)
-        weights = self._token_weights(batch, index, rows.device)
+        weights = self._token_weights(batch, index, targets)
         weight, kernel_options = self._own_classes(weight, kernel_options)
         output = kernel(
             hidden=rows,
             weight=weight,
-            targets=_weighted_targets(targets, weights),
+            targets=self._weighted_targets(batch, index, targets),
             token_weights=self._scaled(weights, index, _compute_dtype(rows)),
             **kernel_options,
         )
         z_losses = output.token_z_losses if kernel_options.get("z_loss") else None
-        self._record_tokens(index, batch, targets, weights, output.token_losses, z_losses, output.loss)
+        self._record_tokens(index, batch, weights, output.token_losses, z_losses, output.loss)
         return self._watched(output.loss)
 
     def log_probs(
@@ -310,7 +314,7 @@ class Step:
         index = self._term_index(term, TOKEN_REDUCTIONS)
         rows = logits.reshape(-1, logits.shape[-1])
         targets = self._targets(batch, index, rows.shape[0], "logits", rows.device)
-        weighted = _weighted_targets(targets, self._token_weights(batch, index, rows.device))
+        weighted = self._weighted_targets(batch, index, targets)
         # A NaN in a row without target would reach the gradient as NaN * 0.
         rows = rows.masked_fill((weighted == IGNORE_INDEX).unsqueeze(-1), 0.0)
         losses = nn.functional.cross_entropy(
@@ -417,9 +421,9 @@ class Step:
         channels = torch.zeros_like(sources)
         if self._declaration.channels:
             channels = channel_indices(sources, self._declaration)
-        blocks = self._closing_blocks(flat.device)
-        blocks["measure_sums"][row].index_add_(0, channels, kept)
-        blocks["measure_counts"][row].index_add_(0, channels, counted.to(torch.float64))
+        device = flat.device
+        self._closing_row("measure_sums", row, device).index_add_(0, channels, kept)
+        self._closing_row("measure_counts", row, device).index_add_(0, channels, counted.to(torch.float64))
 
     # -- router losses, which are summed while the layers run
 
@@ -448,7 +452,7 @@ class Step:
         A sum of the term's losses times it is a share.
         """
         index = self._term_index(term, ("source",))
-        return self._opened().inverse(device)[index] * self._declaration.terms[index].coefficient
+        return self._opened().scale(index, device)
 
     def previous_frequencies(self, device: torch.device) -> Tensor:
         """Share of the tokens that each expert got in the last training step, float64[layers, experts].
@@ -482,18 +486,18 @@ class Step:
             The share, a detached float64 scalar. Its gradient is the caller's.
         """
         share = sums.sum() * self.source_scale(term, sums.device)
-        blocks = self._closing_blocks(sums.device)
-        index = self._index[term]
-        blocks["shares"][index].add_(share)
-        blocks["losses"][index].add_(sums.sum())
-        blocks["consumed"][index].add_(num_tokens)
+        index, device = self._index[term], sums.device
+        self._closing_row("shares", index, device).add_(share)
+        self._closing_row("losses", index, device).add_(sums.sum())
+        self._closing_row("consumed", index, device).add_(num_tokens)
         if self._declaration.channels:
-            blocks["channel_losses"][index].add_(sums)
+            self._closing_row("channel_losses", index, device).add_(sums)
         return share
 
     def add_expert_counts(self, counts: Tensor) -> None:
         """Enter how often each expert was chosen for this rank's tokens, float64[layers, experts]."""
-        self._closing_blocks(counts.device)["expert_counts"].add_(counts)
+        schema = self._declaration.closing
+        schema.block(self._closing_vector(counts.device), "expert_counts").add_(counts)
 
     # -- after the block
 
@@ -576,34 +580,39 @@ class Step:
             return batch.targets[name].to(device, torch.int64, non_blocking=True)
         return torch.full((rows,), IGNORE_INDEX, device=device)
 
-    def _token_weights(self, batch: PackedBatch, index: int, device: torch.device) -> Tensor:
-        """Weights w of the slots, float64[T_local]; meaningful where the slot has a target."""
-        term = self._declaration.terms[index]
+    def _weighted_targets(self, batch: PackedBatch, index: int, targets: Tensor) -> Tensor:
+        """The targets that weigh something. One of weight 0 counts for nothing, and 0 * NaN would be NaN."""
+        data_weights = batch.weights.get(self._declaration.terms[index].name)
+        if data_weights is None:
+            return targets
+        return torch.where(data_weights.to(targets.device, non_blocking=True) == 0, IGNORE_INDEX, targets)
+
+    def _token_weights(self, batch: PackedBatch, index: int, targets: Tensor) -> Tensor:
+        """Weights w of the slots, float64[T_local]; 0 where the slot has no target."""
+        term, device = self._declaration.terms[index], targets.device
+        weights = (targets != IGNORE_INDEX).to(torch.float64)
         counts = batch.counts.get(term.name)
-        if counts is None or term.reduction == "token" or term.reduction == "source":
-            weights = torch.ones(len(batch), dtype=torch.float64, device=device)
-        else:
+        if counts is not None and term.reduction != "token" and term.reduction != "source":
             factors = reduction_factors(counts.num_targets, term.reduction)
             # id -1 (no document) reads the appended 0
             table = torch.cat([factors, factors.new_zeros(1)]).to(device, non_blocking=True)
-            weights = table[batch.document_ids.to(device, non_blocking=True)]
+            weights *= table[batch.document_ids.to(device, non_blocking=True)]
         if term.name in batch.weights:
-            weights = weights * batch.weights[term.name].to(device, non_blocking=True)
+            weights *= batch.weights[term.name].to(device, non_blocking=True)
         return weights
 
     def _scaled(self, weights: Tensor, index: int, dtype: torch.dtype) -> Tensor:
         """The weights times coefficient / W: with them a kernel's sum is the share."""
-        scale = self._opened().inverse(weights.device)[index] * self._declaration.terms[index].coefficient
-        return (weights * scale).to(dtype)
+        return (weights * self._opened().scale(index, weights.device)).to(dtype)
 
     def _add_tokens(self, index: int, losses: Tensor, batch: PackedBatch, targets: Tensor) -> Tensor:
-        is_target = targets != IGNORE_INDEX
         losses = losses.to(_compute_dtype(losses))
-        weights = self._token_weights(batch, index, losses.device)
-        kept = torch.where(_weighted_targets(targets, weights) != IGNORE_INDEX, losses, 0.0)
-        share = (kept * torch.where(is_target, self._scaled(weights, index, losses.dtype), 0.0)).sum()
+        weights = self._token_weights(batch, index, targets)
+        kept = torch.where(weights != 0, losses, 0.0)
+        share = (kept * self._scaled(weights, index, losses.dtype)).sum()
+        is_target = targets != IGNORE_INDEX
         orphans = torch.where(is_target, 0.0, losses.detach()).abs().nan_to_num(nan=0.0).sum()
-        self._record_tokens(index, batch, targets, weights, kept.detach(), None, share, orphans)
+        self._record_tokens(index, batch, weights, kept.detach(), None, share, orphans)
         return self._watched(share)
 
     def _own_classes(self, weight: Tensor, kernel_options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -673,7 +682,6 @@ class Step:
         self,
         index: int,
         batch: PackedBatch,
-        targets: Tensor,
         weights: Tensor,
         losses: Tensor,
         z_losses: Tensor | None,
@@ -682,9 +690,8 @@ class Step:
     ) -> None:
         if in_backward():  # a recomputed forward was recorded the first time
             return
-        used = torch.where(targets != IGNORE_INDEX, weights, 0.0)
         total = losses if z_losses is None else losses + z_losses
-        self._write(index, used, total, batch.sources, share, z_losses=z_losses, orphans=orphans)
+        self._write(index, weights, total, batch.sources, share, z_losses=z_losses, orphans=orphans)
 
     @torch.no_grad()
     def _write(
@@ -699,26 +706,31 @@ class Step:
         orphans: Tensor | None = None,
     ) -> None:
         """Add weighted losses to the closing vector. The numbers are those that the share was summed from."""
-        blocks = self._closing_blocks(losses.device)
+        device = losses.device
         weighted = losses.detach().to(torch.float64) * weights
-        blocks["shares"][index].add_(share.detach())
-        blocks["losses"][index].add_(weighted.sum())
-        blocks["consumed"][index].add_(weights.sum())
+        self._closing_row("shares", index, device).add_(share.detach())
+        self._closing_row("losses", index, device).add_(weighted.sum())
+        self._closing_row("consumed", index, device).add_(weights.sum())
         if z_losses is not None:
-            blocks["z_losses"][index].add_((z_losses * weights).sum())
+            self._closing_row("z_losses", index, device).add_((z_losses * weights).sum())
         if orphans is not None:
-            blocks["orphans"][index].add_(orphans)
+            self._closing_row("orphans", index, device).add_(orphans)
         if self._declaration.channels:
-            channels = channel_indices(sources.to(losses.device, non_blocking=True), self._declaration)
-            blocks["channel_losses"][index].index_add_(0, channels, weighted)
+            channels = channel_indices(sources.to(device, non_blocking=True), self._declaration)
+            self._closing_row("channel_losses", index, device).index_add_(0, channels, weighted)
 
-    def _closing_blocks(self, device: torch.device) -> dict[str, Tensor]:
-        """Views of the closing vector, which lies where the first loss does."""
-        schema = self._declaration.closing
+    def _closing_vector(self, device: torch.device) -> Tensor:
+        """The closing vector, which lies where the first loss does."""
         if self._closing is None:
-            self._closing = schema.zeros(device)
-            self._blocks = {name: schema.block(self._closing, name) for name in schema.shapes}
-        return self._blocks
+            self._closing = self._declaration.closing.zeros(device)
+        return self._closing
+
+    def _closing_row(self, block: str, index: int, device: torch.device) -> Tensor:
+        """The numbers of a term or measure in a block of the closing vector."""
+        if (block, index) not in self._rows:
+            rows = self._declaration.closing.block(self._closing_vector(device), block)
+            self._rows[block, index] = rows[index]
+        return self._rows[block, index]
 
     def _watched(self, share: Tensor) -> Tensor:
         """The share, with a hook that says which backward pass reached it."""
@@ -746,8 +758,7 @@ class Step:
                 weight = torch.zeros_like(weight)
                 for shard in shards:
                     targets = self._targets(shard, index, len(shard), "batch", device)
-                    weights = self._token_weights(shard, index, device)
-                    weight += torch.where(targets != IGNORE_INDEX, weights, 0.0).sum()
+                    weight += self._token_weights(shard, index, targets).sum()
             expected.append(weight)
         return torch.stack(expected)
 
@@ -767,7 +778,7 @@ class Step:
             closing = closing.to(topology.device)
             work = dist.all_reduce(closing, group=topology.world_group, async_op=True)
         self._closing = None
-        self._blocks = {}
+        self._rows = {}
         self._pending = (closing, work)
 
 
@@ -799,11 +810,6 @@ class _SumOverShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _weighted_targets(targets: Tensor, weights: Tensor) -> Tensor:
-    """The targets that weigh something. One of weight 0 counts for nothing, and 0 * NaN would be NaN."""
-    return torch.where(weights == 0, IGNORE_INDEX, targets)
 
 
 def _on_this_rank(options: dict[str, Any]) -> dict[str, Any]:
