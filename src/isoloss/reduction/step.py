@@ -342,7 +342,9 @@ class Step:
 
         Returns:
             [num_documents], the same on every shard of the window; prefixes are no documents. In backward
-            each shard hands the incoming gradient to its own slots, once.
+            each shard hands the incoming gradient to its own slots, once. What comes after it runs alike on
+            every shard, so apply parameters before: a module that is applied to the sums would count its
+            gradient once per shard.
 
         Collectives: one differentiable SUM over the cp and sp ranks of the window, none without them.
         """
