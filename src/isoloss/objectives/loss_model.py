@@ -94,15 +94,35 @@ def causal_lm(
     Raises:
         NotImplementedError: the model scales its logits in a way that is not known here.
     """
-    decoder_options: dict[str, Any] = {}
-    if is_transformers_model(model):
-        decoder_options = {"use_cache": False}
-        kernel_options = logit_options(model.config.get_text_config()) | kernel_options
-    output = model.get_decoder()(**batch.model_inputs(), **decoder_options)
+    hidden, head = run_decoder(model, batch)
+    options = head_options(model, head) | kernel_options
+    return step.loss(hidden, head.weight, batch, term=term, **options)
+
+
+def head_log_probs(model: Any, step: Step, batch: PackedBatch, *, term: str | None = None) -> Tensor:
+    """Log-probability of every target of a term under the model; see `Step.log_probs` and `causal_lm`."""
+    hidden, head = run_decoder(model, batch)
+    return step.log_probs(hidden, head.weight, batch, term=term, **head_options(model, head))
+
+
+def run_decoder(model: Any, batch: PackedBatch) -> tuple[Tensor, Any]:
+    """Hidden states of the batch's slots [1, T_local, H], and the head that stands on them."""
+    options = {"use_cache": False} if is_transformers_model(model) else {}
+    output = model.get_decoder()(**batch.model_inputs(), **options)
     hidden = output if isinstance(output, Tensor) else output.last_hidden_state
-    head = model.get_output_embeddings()
-    bias = None if isinstance(head, nn.Embedding) else head.bias
-    return step.loss(hidden, head.weight, batch, term=term, bias=bias, **kernel_options)
+    return hidden, model.get_output_embeddings()
+
+
+def head_options(model: Any, head: Any) -> dict[str, Any]:
+    """What a model does between its hidden states and its loss besides the weight of its head.
+
+    Raises:
+        NotImplementedError: see `logit_options`.
+    """
+    options: dict[str, Any] = {"bias": None if isinstance(head, nn.Embedding) else head.bias}
+    if is_transformers_model(model):
+        options |= logit_options(model.config.get_text_config())
+    return options
 
 
 def logit_options(config: Any) -> dict[str, float]:

@@ -40,6 +40,8 @@ def wrap_model(
     if mesh is None or topology.world_size == topology.tp_size:
         return loss_model
     if not _shards(topology):
+        if not any(parameter.requires_grad for parameter in loss_model.parameters()):
+            return loss_model  # a frozen reference or teacher: DDP has nothing to reduce, and refuses it
         devices = [topology.device] if topology.device.type == "cuda" else None
         with warnings.catch_warnings():
             # torch 2.13 renames broadcast_buffers; 2.11 knows the old name only
