@@ -198,7 +198,7 @@ class ObjectiveConfig:
     window, or the windows that all ranks run at the same time."""
 
 
-_BUILT_OBJECTIVES = ("causal_lm",)
+_BUILT_OBJECTIVES = ("causal_lm", "preference")
 
 _OBJECTIVES_OF_KEY = MappingProxyType(
     {
@@ -503,6 +503,12 @@ def _check_objective(objective: ObjectiveConfig) -> Iterator[Problem]:
             "it the opposite; use a value below 0.5"
         )
         yield Problem((("objective", "label_smoothing"),), message)
+    elif objective.type == "preference" and objective.label_smoothing and objective.loss_type != "sigmoid":
+        message = (
+            f"objective.label_smoothing is {objective.label_smoothing}, which objective.loss_type "
+            f"{objective.loss_type} does not know; remove it, or use sigmoid"
+        )
+        yield Problem((("objective", "label_smoothing"), ("objective", "loss_type")), message)
 
 
 def _check_sources(data: DataConfig) -> Iterator[Problem]:

@@ -1,14 +1,21 @@
 """What a recipe's objective asks of the rows, of the model and of the step."""
 
+import copy
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from isoloss.data.preference_rows import preference_format
 from isoloss.data.row_format import TEXT_TERM, RowFormat, text_format
+from isoloss.objectives.loss_model import LossModel
 from isoloss.objectives.objective import AbstractObjective, CausalLM
+from isoloss.objectives.preference import Preference
 from isoloss.parallel.routers import RouterLosses
+from isoloss.parallel.wrap import wrap_model
 from isoloss.reduction.terms import Term
 from isoloss.topology import Topology
+from isoloss.train.model import transformer_blocks
 from isoloss.train.recipe import Recipe
 
 BALANCE_TERM = "moe_balance"
@@ -20,6 +27,12 @@ def build_row_format(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowF
     match recipe.objective.type:
         case "causal_lm":
             return text_format(tokenizer, recipe.data.loss_on)
+        case "preference":
+            return preference_format(
+                tokenizer,
+                shared_prompt=recipe.objective.shared_prompt,
+                stored_reference=recipe.objective.reference == "data",
+            )
         case other:
             raise AssertionError(f"the recipe should have refused objective.type {other}")
 
@@ -37,8 +50,26 @@ def build_objective(recipe: Recipe, model: Any, topology: Topology) -> AbstractO
         case "causal_lm":
             term = Term(TEXT_TERM, settings.loss_reduction)
             return CausalLM(term, label_smoothing=settings.label_smoothing, z_loss=settings.z_loss)
+        case "preference":
+            references: dict[str, Any] = {"data": "data", "none": None}
+            reference = references.get(settings.reference)
+            if settings.reference == "frozen":
+                reference = freeze(copy.deepcopy(model), topology, bf16=recipe.train.bf16)
+            return Preference(
+                reference=reference,
+                loss_type=settings.loss_type,
+                beta=settings.beta,
+                label_smoothing=settings.label_smoothing,
+                length_normalized=settings.length_normalized,
+            )
         case other:
             raise AssertionError(f"the recipe should have refused objective.type {other}")
+
+
+def freeze(model: Any, topology: Topology, *, bf16: bool) -> nn.Module:
+    """A model that is asked and not trained, spread over the ranks like the trained one."""
+    model.requires_grad_(False).eval()
+    return wrap_model(LossModel(model), transformer_blocks(model), topology, bf16=bf16)
 
 
 def router_terms(recipe: Recipe) -> list[Term]:
