@@ -1,19 +1,23 @@
 """Time, memory and error of linear cross entropies, forward and backward, against their bare products.
 
 The floor is three preallocated float32 products over the rows that have a target: logits, gradient of the
-hidden states, gradient of the weight. A round times every variant and, twice, the floor in random order,
-each call on another set of random inputs than the one before, and gives one ratio per variant: its time over
-the floor of the same round. Shown are medians with quartiles. CPU time is that of all threads together: where
-other programs share the machine it is the steadier number.
+hidden states, gradient of the weight. A round times the floor twice and every variant that takes part, in
+random order, each call on another set of random inputs than the one before, and gives one ratio per variant:
+its time over the floor of the same round. Shown are medians with quartiles. CPU time is that of all threads
+together: where other programs share the machine it is the steadier number. Ours takes part in every round,
+the others in the first two, and those that take more than two floors of all rows in the first alone.
 
 Ours runs with token weights, and adds the loss of each token to one of 50 channels. Peers that cannot be
 imported or do not run here are named with the reason. Memory is the peak of a fresh process above its
 inputs, so it includes the gradients. Errors are against float64, the largest difference over the largest
 value.
 
-    python benchmarks/linear_cross_entropy.py                              all peers, three shapes
-    python benchmarks/linear_cross_entropy.py --options --kernels --variants ours
-    python benchmarks/linear_cross_entropy.py --quick                      small shapes, seconds
+    python benchmarks/linear_cross_entropy.py --output DIR             all peers, three shapes, everything
+    python benchmarks/linear_cross_entropy.py --output DIR --parts time    12 minutes on two quiet cores
+    python benchmarks/linear_cross_entropy.py --shapes 2048x512x32000 --parts options kernels
+    python benchmarks/linear_cross_entropy.py --quick                  small shapes, seconds
+
+Parts measured before into the same folder stay, and are shown with those of this run.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,6 @@ from measuring import (
     peak_memory_mib,
     print_table,
     spread,
-    time_call,
     time_rounds,
 )
 from torch import Tensor, nn
@@ -57,8 +60,14 @@ NUM_CHANNELS = 50
 SHAPES = ((2048, 512, 32000), (4096, 576, 49152), (2048, 256, 131072))
 QUICK_SHAPES = ((96, 32, 500),)
 IGNORED_FRACS = (0.0, 0.75)
-SLOWEST = 15.0
-"""A variant whose first call takes more floors than this is not timed in rounds."""
+PARTS = ("time", "memory", "error", "options", "kernels", "bfloat16")
+MOST_ROUNDS = 2
+"""Of a variant that is not ours."""
+SLOWEST = 2.0
+"""Floors of all rows; what takes longer in its first round is not called again."""
+FEWEST_ROWS = 8
+"""Torch's default chunk has 2 rows at the largest vocabulary, which takes minutes a call."""
+QUICK_VARIANTS = ("ours", "eager", "torch, chunk 512")
 PEERS = ("trl", "torchtitan", "cut-cross-entropy", "liger-kernel")
 
 
@@ -149,7 +158,9 @@ def run_eager(inputs: Inputs) -> Result:
 
 def run_torch(inputs: Inputs, chunk: int | None = None, reduction: str = "mean") -> Result:
     """Chunks of torch, gradients in forward unless the reduction is "none"."""
-    options = nn.LinearCrossEntropyOptions() if chunk is None else _torch_options(chunk)
+    options = nn.LinearCrossEntropyOptions()
+    if chunk is not None:
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None)
     loss = F.linear_cross_entropy(
         inputs.hidden, inputs.weight, inputs.targets, reduction=reduction, options=options
     )
@@ -159,10 +170,6 @@ def run_torch(inputs: Inputs, chunk: int | None = None, reduction: str = "mean")
         loss = (loss * inputs.token_weights).sum()
     loss.backward()
     return Result(loss.detach(), token_losses)
-
-
-def _torch_options(chunk: int) -> Any:
-    return nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None)
 
 
 def load_cut_cross_entropy() -> Run:
@@ -256,12 +263,9 @@ def loaded(run: Run) -> Run:
 
 VARIANTS: Mapping[str, Callable[[], Run]] = {
     "ours": partial(loaded, run_ours),
-    "ours, chunk 256": partial(loaded, partial(run_ours, chunk_size=256)),
-    "ours, chunk 1024": partial(loaded, partial(run_ours, chunk_size=1024)),
     "ours, gradients in backward": partial(loaded, partial(run_ours, gradients="backward")),
     "eager": partial(loaded, run_eager),
     "torch, default chunk": partial(loaded, run_torch),
-    "torch, chunk 256": partial(loaded, partial(run_torch, chunk=256)),
     "torch, chunk 512": partial(loaded, partial(run_torch, chunk=512)),
     "torch, chunk 1024": partial(loaded, partial(run_torch, chunk=1024)),
     "torch, chunk 512, token losses": partial(loaded, partial(run_torch, chunk=512, reduction="none")),
@@ -271,6 +275,17 @@ VARIANTS: Mapping[str, Callable[[], Run]] = {
     "trl": partial(load_trl, compact=False),
     "trl, valid rows": partial(load_trl, compact=True),
 }
+
+
+def choose_variants(runs: Mapping[str, Run], case: Case) -> dict[str, Run]:
+    """Those that say something at this case."""
+    default_rows = case.num_rows * case.width // case.vocabulary  # as torch 2.13 chooses, to a factor of 2
+    left_out = set()
+    if default_rows < FEWEST_ROWS:
+        left_out.add("torch, default chunk")
+    if case.ignored_frac == 0:
+        left_out.add("trl, valid rows")  # the same as "trl"
+    return {name: run for name, run in runs.items() if name not in left_out}
 
 
 def make_option_variants(case: Case) -> dict[str, Run]:
@@ -290,8 +305,16 @@ def make_option_variants(case: Case) -> dict[str, Run]:
             tensor.requires_grad_(False)
         return result
 
+    narrow = make_inputs(case, 19, torch.bfloat16)
+
+    def with_bfloat16(inputs: Inputs) -> Result:
+        result = run_ours(replace(narrow, targets=inputs.targets))
+        clear(narrow)
+        return result
+
     return {
         "ours": run_ours,
+        "bfloat16 parameters": with_bfloat16,
         "bias": partial(run_ours, bias=bias),
         "bias, trained": lambda inputs: with_gradients(inputs, bias, bias=bias),
         "full bias": partial(run_ours, bias=full),
@@ -387,37 +410,33 @@ def clear(inputs: Inputs) -> None:
     inputs.hidden.grad = inputs.weight.grad = None
 
 
-def time_case(case: Case, runs: Mapping[str, Run], arguments: argparse.Namespace) -> dict[str, Any]:
+def time_case(
+    case: Case, runs: Mapping[str, Run], arguments: argparse.Namespace, *, are_ours: bool = False
+) -> dict[str, Any]:
     """Seconds and ratios of every variant at one case."""
     sets = [make_inputs(case, seed) for seed in range(arguments.sets)]
     floor = Floor(case, case.num_targets)
-
-    def call(run: Callable[[Inputs], object], number: int) -> None:
-        run(sets[number % len(sets)])
-
-    first = {"floor": min(time_call(lambda: floor(sets[0])).wall_s for _ in range(2))}
-    calls: dict[str, Callable[[int], object]] = {"floor": partial(call, floor)}
+    whole = Floor(case, case.num_rows) if case.ignored_frac else floor
+    floor(sets[0])
+    calls: dict[str, Callable[[int], object]] = {"floor": lambda number: floor(sets[number % len(sets)])}
     if case.ignored_frac:
-        calls["floor of all rows"] = partial(call, Floor(case, case.num_rows))
-    slow: dict[str, float] = {}
+        calls["floor of all rows"] = lambda number: whole(sets[number % len(sets)])
     for name, run in runs.items():
         # Small first, for what is loaded or compiled then.
-        small = Case(max(8, min(64, case.num_rows)), case.width, 64, case.ignored_frac)
-        run_or_fit(run, small)
-        seconds = time_call(lambda run=run: run(sets[0])).wall_s
-        clear(sets[0])
-        if seconds > max(SLOWEST * first["floor"], 0.5):
-            slow[name] = seconds / first["floor"]
-        else:
-            calls[name] = partial(timed_with_gradients_dropped, run, sets)
-    rounds = time_rounds(calls, arguments.rounds, foreign_bound=arguments.foreign, twice=frozenset({"floor"}))
-    loads = [foreign_load(round_) for round_ in rounds]
+        run_or_fit(run, Case(max(8, min(64, case.num_rows)), case.width, 64, case.ignored_frac))
+        calls[name] = partial(timed_with_gradients_dropped, run, sets)
+    reference = "floor of all rows" if case.ignored_frac else "floor"
+
+    def takes_part(name: str, done: Sequence[Mapping[str, Timing]]) -> bool:
+        if are_ours or name in ("floor", "floor of all rows", "ours") or not done:
+            return True
+        return len(done) < MOST_ROUNDS and done[0][name].cpu_s < SLOWEST * done[0][reference].cpu_s
+
+    rounds = time_rounds(calls, arguments.repeats, takes_part, twice=frozenset({"floor"}))
     return {
-        "rounds": [{name: asdict(timing) for name, timing in round_.items()} for round_ in rounds],
-        "foreign_frac": asdict(spread(loads)),
+        "foreign_frac": asdict(spread([foreign_load(round_) for round_ in rounds])),
         "floor_s": spread([round_["floor"].wall_s for round_ in rounds]).median,
         "rows": {name: summarise(name, rounds) for name in calls},
-        "slow": slow,
     }
 
 
@@ -437,7 +456,8 @@ def run_or_fit(run: Run, case: Case) -> None:
 
 
 def summarise(name: str, rounds: Sequence[Mapping[str, Timing]]) -> dict[str, Any]:
-    """Medians and quartiles over the rounds."""
+    """Medians and quartiles over the rounds in which it took part."""
+    rounds = [round_ for round_ in rounds if name in round_]
     wall = [round_[name].wall_s / round_["floor"].wall_s for round_ in rounds]
     cpu = [round_[name].cpu_s / round_["floor"].cpu_s for round_ in rounds]
     return {
@@ -489,15 +509,15 @@ def compute_reference(inputs: Inputs, block: int = 256) -> Reference:
     """By the definition, in blocks of rows."""
     weight = inputs.weight.double()
     valid = (inputs.targets != IGNORED).nonzero().squeeze(1)
-    token_losses = torch.zeros(inputs.targets.shape, dtype=torch.float64)
-    grad_hidden = torch.zeros(inputs.hidden.shape, dtype=torch.float64)
+    token_losses = weight.new_zeros(inputs.targets.shape)
+    grad_hidden = weight.new_zeros(inputs.hidden.shape)
     grad_weight = torch.zeros_like(weight)
     for rows in valid.split(block):
         hidden, targets = inputs.hidden[rows].double(), inputs.targets[rows].unsqueeze(1)
         log_probs = (hidden @ weight.T).log_softmax(-1)
         token_losses[rows] = -log_probs.gather(1, targets).squeeze(1)
         gradient = log_probs.exp_()
-        gradient.scatter_add_(1, targets, torch.full(targets.shape, -1.0, dtype=torch.float64))
+        gradient.scatter_add_(1, targets, weight.new_full(targets.shape, -1.0))
         gradient.div_(valid.numel())
         grad_hidden[rows] = gradient @ weight
         grad_weight.addmm_(gradient.T, hidden)
@@ -566,40 +586,30 @@ def show(value: float, form: str = ".2f") -> str:
     return "-" if math.isnan(value) else format(value, form)
 
 
-def report_case(case: Case, measured: dict[str, Any], missing: Mapping[str, str]) -> None:
+def report_case(case: Mapping[str, Any], missing: Mapping[str, str]) -> None:
     """One table."""
-    time, memory, errors = measured.get("time"), measured.get("memory", {}), measured.get("errors", {})
-    names = dict.fromkeys(
-        [*(time["rows"] if time else {}), *(time["slow"] if time else {}), *memory, *errors]
-    )
+    time, memory, errors = (case.get(part, {}) for part in ("time", "memory", "error"))
+    timed = time.get("rows", {})
     rows = []
-    for name in names:
-        cells = [name]
-        row = time["rows"].get(name) if time else None
-        if row is None:
-            first = time["slow"].get(name, math.nan) if time else math.nan
-            cells += ["-", f"{first:.1f} (one call)" if first == first else "-", "-"]
-        else:
-            ratios = [Spread(**row[key]) for key in ("wall_ratio", "cpu_ratio")]
-            cells += [f"{row['wall_s']:.3f}", *map(str, ratios)]
+    for name in dict.fromkeys([*timed, *memory, *errors]):
+        cells = [name, "-", "-", "-"]
+        if name in timed:
+            ratios = [Spread(**timed[name][key]) for key in ("wall_ratio", "cpu_ratio")]
+            cells = [name, f"{timed[name]['wall_s']:.3f}", *map(str, ratios)]
         cells.append(show(memory.get(name, math.nan), ".0f"))
-        error = errors.get(name, {})
         cells += [
-            show(error.get(key, math.nan), ".0e")
+            show(errors.get(name, {}).get(key, math.nan), ".0e")
             for key in ("loss", "token_losses", "grad_hidden", "grad_weight")
         ]
         rows.append(cells)
-    chunk = chunk_rows(case.num_targets, case.width)
-    title = (
-        f"{case}. Ours in {-(-case.num_targets // chunk)} chunks of {chunk} rows; one chunk and the gradients "
-        f"are {memory_goal_mib(case):.0f} MiB."
-    )
+    title = case["title"]
     if time:
-        title += f" Other programs had {Spread(**time['foreign_frac'])} of the machine."
+        title += f" Other programs had {Spread(**time['foreign_frac'])} of the machine; time: {time['how']}."
     columns = ["variant", "s", "time / floor", "CPU time / floor", "MiB"]
     columns += ["error of loss", "token losses", "grad hidden", "grad weight"]
-    rows += [[name, reason, *[""] * (len(columns) - 2)] for name, reason in missing.items()]
     print_table(title, columns, rows)
+    for name, reason in missing.items():
+        print(f"{name}: {reason}")
 
 
 def report_bfloat16(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -627,8 +637,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         print(f"no plot: {error}")
         return
     figure = make_subplots(rows=2, cols=1, subplot_titles=("time / bare products", "peak memory, MiB"))
+    cases = document["cases"]
     names = dict.fromkeys(
-        name for case in document["cases"] for part in ("memory", "time") for name in _bars(case, part)
+        name for case in cases.values() for part in ("memory", "time") for name in _bars(case, part)
     )
     colours = ["#1b6ca8", "#5aa9d6", "#8cc6e7", "#b9def2", "#555555", "#b5651d", "#d08c4a", "#e0ab78"]
     colours += ["#efcfae", "#8f4f12", "#4a8f4a", "#9c5fb5", "#c0504d", "#d98886", "#e9b9b8"]
@@ -640,8 +651,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
                     legendgroup=name,
                     showlegend=place == 1,
                     marker_color=colours[number % len(colours)],
-                    x=[case["case"] for case in document["cases"]],
-                    y=[_bars(case, part).get(name) for case in document["cases"]],
+                    x=list(cases),
+                    y=[_bars(case, part).get(name) for case in cases.values()],
                 ),
                 row=place,
                 col=1,
@@ -668,24 +679,47 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", help="ROWSxWIDTHxVOCABULARY; default: the three of the docs")
     parser.add_argument("--ignored", nargs="+", type=float, default=IGNORED_FRACS, help="shares of the rows")
     parser.add_argument("--variants", nargs="+", help=f"beginnings of: {'; '.join(VARIANTS)}")
-    parser.add_argument("--parts", nargs="+", choices=["time", "memory", "error", "bfloat16"])
-    parser.add_argument("--options", action="store_true", help="also ours with each option")
-    parser.add_argument("--kernels", action="store_true", help="also log-probabilities and distillation")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of ours; of options and kernels, all")
     parser.add_argument("--sets", type=int, default=3, help="of random inputs, in rotation")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all cores")
-    parser.add_argument("--foreign", type=float, default=0.08, help="repeat rounds with more foreign load")
     parser.add_argument("--quick", action="store_true", help="small shapes, two rounds")
     parser.add_argument("--output", type=Path, help="folder for results.json and plot.html")
     arguments = parser.parse_args(argv)
-    shapes = QUICK_SHAPES if arguments.quick else SHAPES
+    shapes = SHAPES
+    if arguments.quick:
+        shapes, arguments.repeats, arguments.ignored = QUICK_SHAPES, 2, [0.75]
+        arguments.variants = arguments.variants or QUICK_VARIANTS
     if arguments.shapes:
         shapes = tuple(tuple(map(int, shape.split("x"))) for shape in arguments.shapes)
     arguments.cases = [Case(*shape, ignored) for shape in shapes for ignored in arguments.ignored]
-    arguments.parts = arguments.parts or ["time", "memory", "error", "bfloat16"]
-    if arguments.quick:
-        arguments.rounds, arguments.foreign = 2, math.inf
     return arguments
+
+
+def measure_case(case: Case, runs: Mapping[str, Run], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parts that are asked for."""
+    chunk = chunk_rows(case.num_targets, case.width)
+    measured: dict[str, Any] = {
+        "title": f"{case}. Ours in {-(-case.num_targets // chunk)} chunks of {chunk} rows; one chunk and the "
+        f"gradients are {memory_goal_mib(case):.0f} MiB."
+    }
+    runs = choose_variants(runs, case)
+    if "memory" in arguments.parts:
+        alone = [name for name in runs if name == "ours" or not arguments.quick]
+        measured["memory"] = {
+            name: in_fresh_process(measure_memory, name, case, arguments.threads) for name in alone
+        }
+    if "time" in arguments.parts:
+        measured["time"] = time_case(case, runs, arguments) | {"how": describe_run(arguments)}
+    if "error" in arguments.parts:
+        measured["error"] = measure_errors(case, runs)
+    return measured
+
+
+def describe_run(arguments: argparse.Namespace) -> str:
+    """What a number depends on besides the case."""
+    date = describe_machine()["date"]
+    return f"{date}, {arguments.threads} threads, {arguments.repeats} rounds"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -693,37 +727,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")  # peers warn about options that are meant to be so
-    machine = describe_machine(PEERS)
-    print(" | ".join(f"{key}: {value}" for key, value in machine.items()))
-    runs, missing = load_variants(arguments.variants)
-    document: dict[str, Any] = {"machine": machine, "missing": missing, "cases": []}
-    for case in arguments.cases:
-        measured: dict[str, Any] = {"case": str(case), "memory_goal_mib": memory_goal_mib(case)}
-        if "time" in arguments.parts:
-            measured["time"] = time_case(case, runs, arguments)
-        if "memory" in arguments.parts:
-            measured["memory"] = {
-                name: in_fresh_process(measure_memory, name, case, arguments.threads) for name in runs
-            }
-        if "error" in arguments.parts:
-            measured["errors"] = measure_errors(case, runs)
-        report_case(case, measured, missing)
-        document["cases"].append(measured)
-    for part, is_wanted, make in (
-        ("options", arguments.options, make_option_variants),
-        ("kernels", arguments.kernels, make_kernel_variants),
-    ):
-        for case in arguments.cases if is_wanted else ():
-            print(f"\n{part}:", end="")
-            measured = {"case": str(case), "time": time_case(case, make(case), arguments)}
-            report_case(case, measured, {})
-            document.setdefault(part, []).append(measured)
-    if "bfloat16" in arguments.parts:
-        document["bfloat16"] = measure_bfloat16(arguments.quick)
-        report_bfloat16(document["bfloat16"])
+    document: dict[str, Any] = {"cases": {}, "options": {}, "kernels": {}, "bfloat16": []}
+    path = None
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         path = arguments.output / "results.json"
+        if path.exists():
+            document = json.loads(path.read_text(encoding="utf-8"))
+    document["machine"] = describe_machine(PEERS)
+    print(" | ".join(f"{key}: {value}" for key, value in document["machine"].items()), flush=True)
+
+    runs, missing = load_variants(arguments.variants)
+    for case in arguments.cases:
+        if {"time", "memory", "error"} & set(arguments.parts):
+            shown = document["cases"].setdefault(str(case), {})
+            shown |= measure_case(case, runs, arguments)
+            report_case(shown, missing)
+        for part, make in (("options", make_option_variants), ("kernels", make_kernel_variants)):
+            if part in arguments.parts:
+                time = time_case(case, make(case), arguments, are_ours=True)
+                time["how"] = describe_run(arguments)
+                document[part][str(case)] = {"title": f"{part}: {case}.", "time": time}
+                report_case(document[part][str(case)], {})
+        if path is not None:
+            path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    if "bfloat16" in arguments.parts:
+        document["bfloat16"] = measure_bfloat16(arguments.quick)
+        report_bfloat16(document["bfloat16"])
+    if path is not None:
         path.write_text(json.dumps(document, indent=1), encoding="utf-8")
         print(f"\nresults: {path}")
         draw(document, arguments.output / "plot.html")

@@ -34,22 +34,24 @@ class Timing:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles."""
+    """Median and quartiles of `count` values."""
 
     low: float
     median: float
     high: float
+    count: int
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        median = f"{self.median:.2f}"
+        return f"{median} (once)" if self.count == 1 else f"{median} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def spread(values: Sequence[float]) -> Spread:
     """Quartiles by linear interpolation; of one value, that value."""
     if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
+        return Spread(values[0], values[0], values[0], 1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(low, median, high)
+    return Spread(low, median, high, len(values))
 
 
 def busy_s() -> float:
@@ -75,37 +77,31 @@ def time_call(call: Callable[[], object]) -> Timing:
 def time_rounds(
     calls: Mapping[str, Callable[[int], object]],
     rounds: int,
+    takes_part: Callable[[str, Sequence[Mapping[str, Timing]]], bool],
     *,
-    foreign_bound: float,
-    seed: int = 0,
     twice: frozenset[str] = frozenset(),
+    seed: int = 0,
 ) -> list[dict[str, Timing]]:
-    """Time all calls in rotation, in random order within each round.
-
-    A round in which other programs took more than `foreign_bound` of the machine during any call is measured
-    again, `rounds` times at most; then the quietest rounds stay.
+    """Time calls in rotation, in random order within each round.
 
     Args:
         calls: by name; each is given the number of the set of inputs to use.
         rounds: how many to return.
-        foreign_bound: share of all cores, averaged over the round.
-        seed: of the order.
+        takes_part: whether this name is called in the round after these.
         twice: names timed twice in a round; the mean of both stands.
+        seed: of the order.
     """
     order = random.Random(seed)
     done: list[dict[str, Timing]] = []
     number = 0
-    for attempt in range(2 * rounds):
-        names = order.sample([*calls, *twice], len(calls) + len(twice))
+    for _ in range(rounds):
+        names = [name for name in (*calls, *twice) if takes_part(name, done)]
         taken: dict[str, list[Timing]] = {}
-        for name in names:
+        for name in order.sample(names, len(names)):
             taken.setdefault(name, []).append(time_call(lambda name=name, number=number: calls[name](number)))
             number += 1  # no call sees the inputs of the one before
         done.append({name: _mean(timings) for name, timings in taken.items()})
-        quiet = sum(foreign_load(round_) <= foreign_bound for round_ in done)
-        if quiet >= rounds or (attempt + 1 >= rounds and math.isnan(foreign_load(done[0]))):
-            break
-    return sorted(done, key=foreign_load)[:rounds]
+    return done
 
 
 def foreign_load(round_: Mapping[str, Timing]) -> float:

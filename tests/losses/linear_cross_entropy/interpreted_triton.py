@@ -67,7 +67,7 @@ def test_the_kernel_is_interpreted() -> None:
 def test_any_vocabulary(vocabulary: int, dtype: torch.dtype) -> None:
     """A part of a block, one, several, and a last of one class; targets in the first and the last class.
 
-    The gradient of hidden is a sum over all classes by torch's product, in float32 rounded like that of eager.
+    The gradient of hidden is a sum over all classes by torch's product, rounded like that of eager.
     """
     case = make_case(3, vocabulary, width=3, ignored=0.0, dtype=dtype, bias_kind="class", **OPTIONS)
     case.targets[:3] = torch.tensor([0, vocabulary - 1, -100])
