@@ -124,6 +124,14 @@ class Source:
             logger.warning("isoloss: source %r: %s", self.spec.name, hint)
         return found
 
+    def rows(self) -> Iterator[Row]:
+        """Every row in its order; those that are no object are left out, as `survey` names them."""
+        for shard, _, raw in self._scan():
+            try:
+                yield shard.parse(raw)
+            except RowError:
+                continue
+
     def _scan(self) -> Iterator[tuple[Shard, int, Any]]:
         for shard in self._shards:
             for position, raw in enumerate(shard.scan()):

@@ -68,6 +68,39 @@ class Tokeniser:
             weight=weight,
         )
 
+    def encode(self, row: Mapping[str, Any]) -> list[int]:
+        """The tokens of a row as a model will be asked with them: with no end but the tokenizer's own.
+
+        Raises:
+            RowError: the row is at fault or has no token.
+        """
+        content = read_row(row)
+        if isinstance(content, Tokens):
+            return content.input_ids
+        if isinstance(content, Completion):
+            ids = self._tokenizer(content.prompt + content.completion, verbose=False).input_ids
+        elif isinstance(content, Text):
+            ids = self._tokenizer(content.text, verbose=False).input_ids
+        else:
+            ids, _ = self._weigh(content)
+        if not ids:
+            raise RowError("the row has no token; leave it out")
+        return list(ids)
+
+    def encode_words(self, words: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The tokens of words joined by spaces, and the place of each word's first token."""
+        starts, length = [], 0
+        for word in words:
+            starts.append(length)
+            length += len(word) + 1
+        ids, offsets = self._encode(" ".join(words), add_special_tokens=True)
+        places, place = [], 0
+        for start in starts:
+            while offsets[place][1] <= start:
+                place += 1
+            places.append(place)
+        return ids, places
+
     def _weigh(self, content: Conversation | Completion) -> tuple[list[int], list[float]]:
         """Token ids, and what each weighs as a target, 0 where it is none."""
         if isinstance(content, Completion):

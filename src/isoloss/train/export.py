@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from isoloss.train.checkpoint import CheckpointError, complete_checkpoints, load_model
-from isoloss.train.model import MODEL_FOLDER
+from isoloss.train.model import MODEL_FOLDER, model_class
 from isoloss.train.recipe import load_recipe
 
 
@@ -43,7 +43,7 @@ def export_run(run: Path, checkpoint: int | None = None, output: Path | None = N
     recipe = load_recipe(run / "recipe.yaml")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
     config = AutoConfig.from_pretrained(run / MODEL_FOLDER)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtypes[recipe.model.dtype])
+    model = model_class(recipe).from_config(config, dtype=dtypes[recipe.model.dtype])
     load_model(found[step], model)
     # Written beside and renamed: a folder of this name is never half an export.
     partial = target.with_name(f".{target.name}.partial")

@@ -1,11 +1,19 @@
 """The model and tokenizer of a recipe."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from isoloss.train.recipe import DataConfig, Recipe
 
@@ -49,10 +57,27 @@ def _chat_template(data: DataConfig) -> str | None:
     return path.read_text(encoding="utf-8")
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A causal language model: the weights of `model.path`, or a random start from `model.config` and seed.
+def model_class(recipe: Recipe) -> Any:
+    """The transformers class whose models a recipe trains."""
+    if recipe.objective.type != "classification":
+        return AutoModelForCausalLM
+    if recipe.objective.level == "token":
+        return AutoModelForTokenClassification
+    return AutoModelForSequenceClassification
 
-    Every rank builds the same weights.
+
+def build_model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, classes: Sequence[str] | None = None
+) -> Any:
+    """The weights of `model.path`, or a random start from `model.config` and seed.
+
+    A causal language model, or for classification its decoder with a new head (that of `model.path` where it
+    has one of this size). Every rank builds the same weights.
+
+    Args:
+        recipe: what to train.
+        tokenizer: of the model.
+        classes: names of the classes; empty for numbers, None where nothing is classified.
 
     Raises:
         ValueError: the folder holds no model, the vocabulary is smaller than the tokenizer's, or dropout is
@@ -60,10 +85,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     """
     model = recipe.model
     dtype = getattr(torch, model.dtype)
+    head = _head_options(recipe, classes)
     torch.manual_seed(recipe.train.seed)
     if model.path is not None:
         try:
-            built = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype)
+            built = model_class(recipe).from_pretrained(model.path, dtype=dtype, **head)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"model.path: no causal language model can be loaded from {model.path!r} "
@@ -71,11 +97,14 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
             ) from error
     else:
         options = dict(model.config or {})
-        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        config = AutoConfig.for_model(options.pop("model_type"), **options, **head)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if name not in options:
                 setattr(config, name, _token_id(tokenizer, name))
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        built = model_class(recipe).from_config(config, dtype=dtype)
+    if classes is not None and built.config.pad_token_id is None:
+        # transformers' classification of several rows finds their last tokens by it
+        built.config.pad_token_id = tokenizer.pad_token_id
     vocabulary = built.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
         raise ValueError(
@@ -85,6 +114,20 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     if recipe.train.gradient_checkpointing:
         built.activation_checkpointing_enable({"use_reentrant": False})
     return built.train()
+
+
+def _head_options(recipe: Recipe, classes: Sequence[str] | None) -> dict[str, Any]:
+    """What a config says of a head that classifies."""
+    if classes is None:
+        return {}
+    options: dict[str, Any] = {"problem_type": recipe.objective.problem_type, "num_labels": 1}
+    if classes:
+        names = dict(enumerate(classes))
+        options |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+        del options["num_labels"]  # follows from the names
+    if recipe.objective.level == "token":
+        options["classifier_dropout"] = 0.0  # with dropout the loss would depend on the order of the work
+    return options
 
 
 def transformer_blocks(model: Any) -> list[nn.Module]:

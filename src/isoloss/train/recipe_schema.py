@@ -160,7 +160,7 @@ class ObjectiveConfig:
     """classification: labels are classes, or numbers."""
 
     labels: Annotated[tuple[_Text, ...], Field(min_length=2)] | None = None
-    """classification: names of the classes in the order of the head's rows."""
+    """classification: names of the classes in the order of the head's rows; null: those that rows name."""
 
     mtp_depths: _Count = 1
     """multi_token: how many further tokens are predicted beside the next one."""
@@ -198,7 +198,7 @@ class ObjectiveConfig:
     window, or the windows that all ranks run at the same time."""
 
 
-_BUILT_OBJECTIVES = ("causal_lm", "preference")
+_BUILT_OBJECTIVES = ("causal_lm", "preference", "classification")
 
 _OBJECTIVES_OF_KEY = MappingProxyType(
     {
@@ -466,6 +466,14 @@ def check_consistent(recipe: Recipe | PartialRecipe) -> None:
             "set data.eval_fraction, for example 0.02, or remove train.eval_steps"
         )
         problems.append(Problem((("train", "eval_steps"), ("data", "eval_fraction")), message))
+    objective = recipe.objective
+    pooled = objective is not None and objective.type == "classification" and objective.level == "sequence"
+    if data and pooled and data.long_documents == "split":
+        message = (
+            "data.long_documents is split, but with objective.level sequence the pieces of a document would "
+            "have no label of their own; use truncate or drop"
+        )
+        problems.append(Problem((("data", "long_documents"), ("objective", "level")), message))
     if data and parallel:
         problems += _check_window(data, parallel)
     if problems:
@@ -497,6 +505,16 @@ def _check_objective(objective: ObjectiveConfig) -> Iterator[Problem]:
             f"remove it, or set objective.type to {' or '.join(owners)}"
         )
         yield Problem((("objective", field.name), ("objective", "type")), message)
+    if objective.labels is not None and len(set(objective.labels)) < len(objective.labels):
+        twice = next(name for name in objective.labels if objective.labels.count(name) > 1)
+        yield Problem(
+            (("objective", "labels"),), f"objective.labels names {twice!r} twice; give each class once"
+        )
+    if objective.problem_type == "regression":
+        for name in ("labels", "label_smoothing"):
+            if vars(objective)[name]:
+                message = f"objective.{name} is of classes; remove it, objective.problem_type is regression"
+                yield Problem((("objective", name), ("objective", "problem_type")), message)
     if objective.type == "preference" and objective.label_smoothing >= 0.5:
         message = (
             f"objective.label_smoothing is {objective.label_smoothing}: with 0.5 a pair says nothing, above "

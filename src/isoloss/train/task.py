@@ -1,13 +1,17 @@
 """What a recipe's objective asks of the rows, of the model and of the step."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from isoloss.data.classification_rows import classification_format, collect_classes
 from isoloss.data.preference_rows import preference_format
 from isoloss.data.row_format import TEXT_TERM, RowFormat, text_format
+from isoloss.data.sources import Source, SourceSpec
+from isoloss.objectives.classification import CLASSIFICATION_TERM, Classification
 from isoloss.objectives.loss_model import LossModel
 from isoloss.objectives.objective import AbstractObjective, CausalLM
 from isoloss.objectives.preference import Preference
@@ -22,8 +26,30 @@ BALANCE_TERM = "moe_balance"
 Z_TERM = "moe_z"
 
 
-def build_row_format(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowFormat:
-    """How the rows of a recipe become documents."""
+def class_names(recipe: Recipe) -> tuple[str, ...] | None:
+    """The classes that a recipe lists, else those that its rows name; None where nothing is classified.
+
+    Empty where numbers are predicted. Reads every row where the recipe does not list them, on every rank.
+
+    Raises:
+        ValueError: rows name too few classes, or in two ways.
+        DataError: a source cannot be opened.
+    """
+    settings = recipe.objective
+    if settings.type != "classification":
+        return None
+    if settings.problem_type == "regression":
+        return ()
+    if settings.labels is not None:
+        return settings.labels
+    specs = [SourceSpec(name=one.name, path=one.path, weight=one.weight) for one in recipe.data.sources]
+    return collect_classes((row for spec in specs for row in Source(spec).rows()), settings.level)
+
+
+def build_row_format(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, classes: Sequence[str] | None = None
+) -> RowFormat:
+    """How the rows of a recipe become documents; `classes` as `class_names` tells them."""
     match recipe.objective.type:
         case "causal_lm":
             return text_format(tokenizer, recipe.data.loss_on)
@@ -32,6 +58,13 @@ def build_row_format(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowF
                 tokenizer,
                 shared_prompt=recipe.objective.shared_prompt,
                 stored_reference=recipe.objective.reference == "data",
+            )
+        case "classification":
+            return classification_format(
+                tokenizer,
+                classes or (),
+                level=recipe.objective.level,
+                problem_type=recipe.objective.problem_type,
             )
         case other:
             raise AssertionError(f"the recipe should have refused objective.type {other}")
@@ -61,6 +94,12 @@ def build_objective(recipe: Recipe, model: Any, topology: Topology) -> AbstractO
                 beta=settings.beta,
                 label_smoothing=settings.label_smoothing,
                 length_normalized=settings.length_normalized,
+            )
+        case "classification":
+            return Classification(
+                Term(CLASSIFICATION_TERM, settings.loss_reduction),
+                problem_type=settings.problem_type,
+                label_smoothing=settings.label_smoothing,
             )
         case other:
             raise AssertionError(f"the recipe should have refused objective.type {other}")

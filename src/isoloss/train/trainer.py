@@ -34,7 +34,13 @@ from isoloss.train.optimizer import build_optimizer, learning_rate_factor
 from isoloss.train.progress import ProgressDisplay, channel_table, packing_summary
 from isoloss.train.recipe import Recipe, dump_recipe, windows_per_step
 from isoloss.train.rundir import check_output_dir, set_aside
-from isoloss.train.task import build_objective, build_row_format, router_losses, router_terms
+from isoloss.train.task import (
+    build_objective,
+    build_row_format,
+    class_names,
+    router_losses,
+    router_terms,
+)
 from isoloss.train.trackers import Tracker, open_trackers, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -120,8 +126,10 @@ class Trainer:
         self._console = console if console is not None else Console()
         self._resume_from = find_checkpoint(self.output_dir, recipe.train.resume_from_checkpoint)
         self.tokenizer = load_tokenizer(recipe)
-        self.data = open_data(recipe, self.tokenizer, build_row_format(recipe, self.tokenizer), topology)
-        self.model: Any = build_model(recipe, self.tokenizer)
+        classes = class_names(recipe)
+        row_format = build_row_format(recipe, self.tokenizer, classes)
+        self.data = open_data(recipe, self.tokenizer, row_format, topology)
+        self.model: Any = build_model(recipe, self.tokenizer, classes)
         self._objective = build_objective(recipe, self.model, topology)
         loss_model = LossModel(self.model, router_losses(recipe))
         self._wrapped = wrap_model(
