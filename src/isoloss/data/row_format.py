@@ -11,8 +11,7 @@ from isoloss.batch.document import Document
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.data.rows import Conversation, LossOn, check_row
 from isoloss.data.tokenising import Tokeniser
-
-TEXT_TERM = "text"
+from isoloss.objectives.objective import TEXT_TERM
 
 
 def unchanged(batch: PackedBatch) -> PackedBatch:

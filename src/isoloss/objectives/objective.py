@@ -9,6 +9,9 @@ from isoloss.objectives.loss_model import causal_lm
 from isoloss.reduction.step import Step
 from isoloss.reduction.terms import Term
 
+TEXT_TERM = "text"
+"""Name of the term of next-token cross entropy."""
+
 
 class AbstractObjective(Protocol):
     """Turns what a model makes of a micro-batch into shares of its terms.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from isoloss.parallel.experts import find_experts, shard_experts
@@ -68,6 +68,21 @@ def wrap_model(
         fully_shard(block, **options)
     fully_shard(loss_model, **options)  # changes the module's class in place
     return loss_model
+
+
+def wrap_frozen(
+    loss_model: nn.Module, blocks: list[nn.Module], topology: Topology, *, bf16: bool = False
+) -> nn.Module:
+    """As `wrap_model`, for a model that is asked and not trained: a reference, or a teacher.
+
+    It is frozen and put into evaluation mode. What its blocks do not hold (embedding, last norm, head) stays
+    gathered once it has been asked, so that its head can be used beside the trained one's.
+    """
+    loss_model.requires_grad_(False).eval()
+    wrapped = wrap_model(loss_model, blocks, topology, bf16=bf16)
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_reshard_after_forward(False, recurse=False)
+    return wrapped
 
 
 def compute_context(topology: Topology, *, bf16: bool) -> AbstractContextManager[Any]:

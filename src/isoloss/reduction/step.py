@@ -266,7 +266,7 @@ class Step:
         rows = hidden.reshape(-1, hidden.shape[-1])
         targets = self._targets(batch, index, rows.shape[0], "hidden", rows.device)
         weights = self._token_weights(batch, index, targets)
-        weight, kernel_options = self._own_classes(weight, kernel_options)
+        weight, kernel_options = self.own_classes(weight, kernel_options)
         output = kernel(
             hidden=rows,
             weight=weight,
@@ -303,7 +303,7 @@ class Step:
         index = self._term_index(term, TERM_REDUCTIONS)
         rows = hidden.reshape(-1, hidden.shape[-1])
         targets = self._targets(batch, index, rows.shape[0], "hidden", rows.device)
-        weight, kernel_options = self._own_classes(weight, kernel_options)
+        weight, kernel_options = self.own_classes(weight, kernel_options)
         return linear_log_probs(rows, weight, targets, **kernel_options)
 
     def loss_from_logits(self, logits: Tensor, batch: PackedBatch, *, term: str | None = None) -> Tensor:
@@ -617,8 +617,14 @@ class Step:
         self._record_tokens(index, batch, weights, kept.detach(), None, share, orphans)
         return self._watched(share)
 
-    def _own_classes(self, weight: Tensor, kernel_options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """This rank's rows of a head that is spread over the tensor ranks, and what tells a kernel so."""
+    def own_classes(self, weight: Tensor, kernel_options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """This rank's rows of a head that is spread over the tensor ranks, and what tells a kernel so.
+
+        `loss` and `log_probs` do this themselves; a teacher's head beside them needs it.
+
+        Returns:
+            The weight and the options; of a spread head both of this rank, with "vocab_group" beside them.
+        """
         if not (isinstance(weight, DTensor) and weight.device_mesh == self._topology.tp_mesh):
             return weight, kernel_options
         return weight.to_local(), _on_this_rank(kernel_options) | {"vocab_group": shard_of(weight)}

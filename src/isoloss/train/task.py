@@ -9,14 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from isoloss.data.classification_rows import classification_format, collect_classes
 from isoloss.data.preference_rows import preference_format
-from isoloss.data.row_format import TEXT_TERM, RowFormat, text_format
+from isoloss.data.row_format import RowFormat, text_format
 from isoloss.data.sources import Source, SourceSpec
 from isoloss.objectives.classification import CLASSIFICATION_TERM, Classification
 from isoloss.objectives.loss_model import LossModel
-from isoloss.objectives.objective import AbstractObjective, CausalLM
+from isoloss.objectives.objective import TEXT_TERM, AbstractObjective, CausalLM
 from isoloss.objectives.preference import Preference
 from isoloss.parallel.routers import RouterLosses
-from isoloss.parallel.wrap import wrap_model
+from isoloss.parallel.wrap import wrap_frozen
 from isoloss.reduction.terms import Term
 from isoloss.topology import Topology
 from isoloss.train.model import transformer_blocks
@@ -107,8 +107,7 @@ def build_objective(recipe: Recipe, model: Any, topology: Topology) -> AbstractO
 
 def freeze(model: Any, topology: Topology, *, bf16: bool) -> nn.Module:
     """A model that is asked and not trained, spread over the ranks like the trained one."""
-    model.requires_grad_(False).eval()
-    return wrap_model(LossModel(model), transformer_blocks(model), topology, bf16=bf16)
+    return wrap_frozen(LossModel(model), transformer_blocks(model), topology, bf16=bf16)
 
 
 def router_terms(recipe: Recipe) -> list[Term]:
