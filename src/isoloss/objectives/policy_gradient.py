@@ -15,7 +15,8 @@ from isoloss.reduction.terms import Term
 POLICY_TERM = "policy"
 ADVANTAGES_EXTRA = "advantages"
 OLD_LOG_PROBS_EXTRA = "old_log_probs"
-"""Names of the `token_extras`, float[T]: entry t belongs to the token that slot t predicts."""
+"""Names of the `token_extras`, float[T]: entry t belongs to the token that slot t predicts. An old
+log-probability of NaN is one that was not recorded: the policy itself has sampled the token."""
 
 MEASURES = ("policy/ratio", "policy/clip_fraction", "policy/approx_kl")
 
@@ -73,7 +74,8 @@ class PolicyGradient:
                 "sampled token its advantage, at the slot that predicts it"
             )
         if OLD_LOG_PROBS_EXTRA in batch.token_extras:
-            old = torch.where(is_target, batch.token_extras[OLD_LOG_PROBS_EXTRA].to(log_probs), old)
+            given = batch.token_extras[OLD_LOG_PROBS_EXTRA].to(log_probs)
+            old = torch.where(is_target & ~given.isnan(), given, old)
         output = clipped_policy_losses(log_probs, old, advantages, **self._bounds)
         for measure, values in zip(
             MEASURES, (output.ratios, output.is_clipped.to(log_probs.dtype), output.kl), strict=True

@@ -130,6 +130,17 @@ def _head_options(recipe: Recipe, classes: Sequence[str] | None) -> dict[str, An
     return options
 
 
+def vocabulary_size(recipe: Recipe) -> int:
+    """Rows of the head that a recipe's model has."""
+    if recipe.model.path is not None:
+        config = AutoConfig.from_pretrained(recipe.model.path)
+    else:
+        options = dict(recipe.model.config or {})
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+    size: int = config.get_text_config().vocab_size
+    return size
+
+
 def transformer_blocks(model: Any) -> list[nn.Module]:
     """The repeated blocks of a transformers model: what its authors say must not be split."""
     names: set[str] = set(model._no_split_modules or ())

@@ -198,7 +198,7 @@ class ObjectiveConfig:
     window, or the windows that all ranks run at the same time."""
 
 
-_BUILT_OBJECTIVES = ("causal_lm", "preference", "classification")
+_BUILT_OBJECTIVES = ("causal_lm", "preference", "classification", "distillation", "policy_gradient")
 
 _OBJECTIVES_OF_KEY = MappingProxyType(
     {

@@ -5,21 +5,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from isoloss.data.classification_rows import classification_format, collect_classes
 from isoloss.data.preference_rows import preference_format
 from isoloss.data.row_format import RowFormat, text_format
 from isoloss.data.sources import Source, SourceSpec
+from isoloss.data.token_rows import distillation_format, policy_format
 from isoloss.objectives.classification import CLASSIFICATION_TERM, Classification
+from isoloss.objectives.distillation import Distillation
 from isoloss.objectives.loss_model import LossModel
 from isoloss.objectives.objective import TEXT_TERM, AbstractObjective, CausalLM
+from isoloss.objectives.policy_gradient import POLICY_TERM, PolicyGradient
 from isoloss.objectives.preference import Preference
 from isoloss.parallel.routers import RouterLosses
 from isoloss.parallel.wrap import wrap_frozen
 from isoloss.reduction.terms import Term
 from isoloss.topology import Topology
-from isoloss.train.model import transformer_blocks
+from isoloss.train.model import load_tokenizer, transformer_blocks, vocabulary_size
 from isoloss.train.recipe import Recipe
 
 BALANCE_TERM = "moe_balance"
@@ -59,6 +62,15 @@ def build_row_format(
                 shared_prompt=recipe.objective.shared_prompt,
                 stored_reference=recipe.objective.reference == "data",
             )
+        case "distillation":
+            return distillation_format(
+                tokenizer,
+                recipe.data.loss_on,
+                stored_classes=vocabulary_size(recipe) if recipe.objective.teacher is None else None,
+                with_cross_entropy=recipe.objective.ce_coefficient > 0,
+            )
+        case "policy_gradient":
+            return policy_format(tokenizer, recipe.data.loss_on)
         case "classification":
             return classification_format(
                 tokenizer,
@@ -95,6 +107,17 @@ def build_objective(recipe: Recipe, model: Any, topology: Topology) -> AbstractO
                 label_smoothing=settings.label_smoothing,
                 length_normalized=settings.length_normalized,
             )
+        case "distillation":
+            return Distillation(
+                settings.loss_reduction,
+                teacher=None if settings.teacher is None else load_teacher(recipe, model, topology),
+                direction=settings.kl_direction,
+                temperature=settings.temperature,
+                ce_coefficient=settings.ce_coefficient,
+            )
+        case "policy_gradient":
+            term = Term(POLICY_TERM, settings.loss_reduction)
+            return PolicyGradient(term, clip_low=settings.clip_low, clip_high=settings.clip_high)
         case "classification":
             return Classification(
                 Term(CLASSIFICATION_TERM, settings.loss_reduction),
@@ -108,6 +131,40 @@ def build_objective(recipe: Recipe, model: Any, topology: Topology) -> AbstractO
 def freeze(model: Any, topology: Topology, *, bf16: bool) -> nn.Module:
     """A model that is asked and not trained, spread over the ranks like the trained one."""
     return wrap_frozen(LossModel(model), transformer_blocks(model), topology, bf16=bf16)
+
+
+def load_teacher(recipe: Recipe, student: Any, topology: Topology) -> nn.Module:
+    """The frozen teacher of a recipe.
+
+    Raises:
+        ValueError: it cannot be loaded, or has another vocabulary than the student.
+    """
+    name = recipe.objective.teacher
+    try:
+        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=student.dtype)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"objective.teacher: no causal language model can be loaded from {name!r} ({first_line}); give a "
+            "folder with config.json and safetensors weights, such as `isoloss export` writes"
+        ) from error
+    theirs, ours = (one.get_output_embeddings().weight.shape[0] for one in (teacher, student))
+    if theirs != ours:
+        raise ValueError(
+            f"objective.teacher: {name!r} has a vocabulary of {theirs}, the student one of {ours}; both must "
+            "know the same tokens: use a teacher with the student's tokenizer, or a student with the "
+            "teacher's"
+        )
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(name).get_vocab()
+    except (OSError, ValueError):  # a folder of weights alone, which says no more than the size
+        vocabulary = None
+    if vocabulary is not None and vocabulary != load_tokenizer(recipe).get_vocab():
+        raise ValueError(
+            f"objective.teacher: the tokenizer of {name!r} has as many tokens as the student's, but others; "
+            "use a teacher with the student's tokenizer"
+        )
+    return freeze(teacher, topology, bf16=recipe.train.bf16)
 
 
 def router_terms(recipe: Recipe) -> list[Term]:
