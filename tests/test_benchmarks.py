@@ -48,3 +48,17 @@ def test_linear_cross_entropy(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run for minutes on this device")
 def test_gpu_linear_cross_entropy_without_a_device() -> None:
     assert "no CUDA device" in run("gpu_linear_cross_entropy.py")
+
+
+@pytest.mark.parametrize(
+    "peer", ["transformers Trainer", pytest.param("TRL SFTTrainer", marks=pytest.mark.slow)]
+)
+def test_end_to_end(tmp_path: Path, peer: str) -> None:
+    """Both arms take steps on the same windows and have numbers."""
+    if peer.startswith("TRL"):
+        pytest.importorskip("trl")
+    path = tmp_path / "results.json"
+    assert peer in run("end_to_end.py", "--quick", "--arms", peer, "--output", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    assert list(rows) == ["ours", peer]
+    assert rows[peer]["ours_over_it_cpu"]["median"] > 0 and rows["ours"]["mib"] > 0
