@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -303,6 +304,51 @@ def test_two_reductions_a_chunk_and_one_for_the_hidden_gradient() -> None:
     # a bare group is asked for the sizes
     local = local_case(make_case(5), [6, 7])
     assert collectives(lambda: run_local(local))[0] == 2 + 1 + 1
+
+
+@on_ranks(2)
+def test_reductions_go_on_beside_products() -> None:
+    """The logits of the next chunk during a sum, gradients of the last during a maximum; the same bits."""
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func._opname in ("mm", "addmm_"):
+                events.append("product")
+            return func(*args, **(kwargs or {}))
+
+    def watched(begin: Any, name: str) -> Any:
+        def begin_watched(values: Tensor) -> Callable[[], object]:
+            events.append(name)
+            wait = begin(values)
+            return lambda: (wait(), events.append(f"{name} done"))
+
+        return begin_watched
+
+    events: list[str] = []
+    overlapped = local_case(make_case(20, ignored=0.0, bias_kind="class", label_smoothing=0.1), [6, 7])
+    alone = overlapped.copy()
+    shard = find_shard(dist.group.WORLD, overlapped.tensors["weight"])
+    assert shard.begin_max is not None and shard.begin_sum is not None
+    watched_shard = replace(
+        shard, begin_max=watched(shard.begin_max, "max"), begin_sum=watched(shard.begin_sum, "sum")
+    )
+    with Products():
+        output = overlapped.run("auto", vocab_group=watched_shard, chunk_size=10)
+    logits, gradients = ["product"], ["product"] * 2
+    assert events == [
+        *[*logits, "max", "max done", "sum"],
+        *[*logits, "max", "sum done", *gradients, "max done", "sum", "sum done", *gradients],
+    ]
+
+    expected = alone.run("auto", vocab_group=replace(shard, begin_max=None, begin_sum=None), chunk_size=10)
+    output.loss.backward()
+    expected.loss.backward()
+    assert_same_bits(output.loss, expected.loss)
+    assert_same_bits(output.token_losses, expected.token_losses)
+    for name, gradient in overlapped.gradients().items():
+        assert_same_bits(gradient, alone.gradients()[name])
 
 
 @on_ranks(2)

@@ -13,10 +13,12 @@ holds the gradient itself, rounded once, and the other operands stay as they cam
 the same. A chunk takes two reductions: the maximum of each row, then one sum of what the row's loss is made
 of. Gradients of hidden and a are partial over the slices and summed once, at the end. How many chunks there
 are and what is reduced follows from N, never from the rows that have a target: ranks cannot lose step.
+Two chunks take turns, each with logits of its own: while the sum of one is under way the logits of the next
+are made, and during the maximum of that one the gradients of the first.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -405,7 +407,15 @@ def compute_in_chunks(
         compute_rows: another loss than the cross entropy, with the kernels of torch.
     """
     with torch.autocast(problem.hidden.device.type, enabled=False):
-        return _compute_in_chunks(problem, needs, compact, product_dtype, kernels, compute_rows)
+        result = _compute_in_chunks(problem, needs, compact, product_dtype, kernels, compute_rows)
+    # Not in there: by now what the loop needed, such as a wider copy of the weight, is gone.
+    a, b = problem.bias_factors if problem.bias_factors is not None else (None, None)
+    inputs = (problem.hidden, problem.weight, problem.bias, a, b)
+    gradients = [
+        None if gradient is None or tensor is None else gradient.to(_saved_dtype(tensor))
+        for gradient, tensor in zip(result.gradients, inputs, strict=True)
+    ]
+    return replace(result, gradients=gradients)
 
 
 def _compute_in_chunks(
@@ -462,12 +472,18 @@ def _compute_in_chunks(
         from isoloss.losses.linear_cross_entropy import triton_kernels
 
         chunk = device_chunk_rows(span, hidden_size, product_dtype, problem.chunk_size)
-        buffer = triton_kernels.new_logits(hidden, min(chunk, rows.count), vocabulary, product_dtype)
+        buffers = [triton_kernels.new_logits(hidden, min(chunk, rows.count), vocabulary, product_dtype)]
     else:
-        buffer = hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
-        advise_huge_pages(buffer)
+        overlaps = shard is not None and shard.overlaps and compute_rows is None and chunk < span
+        buffers = [
+            hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
+            for _ in range(2 if overlaps else 1)
+        ]
+        for buffer in buffers:
+            advise_huge_pages(buffer)
     block = block_rows(chunk, vocabulary, hidden.device)
-    for start in range(0, span, chunk):
+
+    def run_chunk(start: int, buffer: Tensor) -> Generator[None, None, None]:
         stop = max(start, min(start + chunk, rows.count))  # of a shard, the last chunks may be empty
         is_first = start == 0
         x = rows.take(hidden, start, stop).to(scaled_dtype)
@@ -480,7 +496,7 @@ def _compute_in_chunks(
             a_rows = rows.take(a, start, stop).to(scaled_dtype)
             _add_product_(logits, (a_rows * input_scale).to(product_dtype), factor.T)
 
-        def add_bias(z: Tensor, low: int, high: int, start: int = start) -> None:
+        def add_bias(z: Tensor, low: int, high: int) -> None:
             if class_bias is not None:
                 z.add_(class_bias, alpha=input_scale)
             if row_bias is not None:
@@ -502,20 +518,18 @@ def _compute_in_chunks(
                 LogitsChunk(logits, take, add_bias if bias is not None else None, needs.any, chunk)
             )
         else:
-            compute_losses = compute_row_losses_
-            if shard is not None:
-                compute_losses = partial(compute_sharded_row_losses_, shard=shard, reduced_rows=chunk)
-            row = compute_losses(
-                logits,
-                rows.take(targets, start, stop),
-                problem,
-                add_bias=add_bias if bias is not None else None,
-                needs_gradient=needs.any,
-            )
+            arguments = (logits, rows.take(targets, start, stop), problem)
+            add = add_bias if bias is not None else None
+            if shard is None:
+                row = compute_row_losses_(*arguments, add_bias=add, needs_gradient=needs.any)
+            else:
+                row = yield from compute_sharded_row_losses_(
+                    *arguments, add_bias=add, needs_gradient=needs.any, shard=shard, reduced_rows=chunk
+                )
         rows.put(token_losses, start, stop, row.losses)
         rows.put(token_z_losses, start, stop, row.z_losses)
         if not needs.any:
-            continue
+            return
 
         # None where the buffer holds the gradient itself.
         scale = None if row.sums is None else (row_weights / row.sums).unsqueeze(1)
@@ -545,36 +559,56 @@ def _compute_in_chunks(
             if grad_b is not None:
                 a_rows = a_rows if scale is None else a_rows * scale
                 _add_product_(grad_b, operand.T, a_rows.to(product_dtype), replace=is_first)
-    del weight, buffer
+
+    chunks = [
+        run_chunk(start, buffers[number % len(buffers)]) for number, start in enumerate(range(0, span, chunk))
+    ]
+    if len(buffers) == 1:
+        for steps in chunks:
+            _finish(steps)
+    else:
+        _interleave(chunks)
     if shard is not None:
-        grad_hidden, grad_a = _sum_over_ranks([(grad_hidden, hidden), (grad_a, a)], shard)
+        grad_hidden, grad_a = _sum_over_ranks([grad_hidden, grad_a], shard)
 
     # Exactly the numbers that are handed out; on rows without a target all three are 0.
     loss = (token_weights * (token_losses + token_z_losses)).sum().to(dtype)
-    gradients = (
-        grad_hidden,
-        None if grad_weight is None else grad_weight.to(_saved_dtype(problem.weight)),
-        grad_row_bias if bias is None or grad_class_bias is None else grad_class_bias.to(_saved_dtype(bias)),
-        grad_a,
-        None if b is None or grad_b is None else grad_b.to(_saved_dtype(b)),
+    grad_bias = grad_row_bias if grad_class_bias is None else grad_class_bias
+    return ChunkedResult(
+        loss, token_losses, token_z_losses, (grad_hidden, grad_weight, grad_bias, grad_a, grad_b)
     )
-    return ChunkedResult(loss, token_losses, token_z_losses, gradients)
 
 
-def _sum_over_ranks(
-    parts: Sequence[tuple[Tensor | None, Tensor | None]], shard: VocabularyShard
-) -> list[Tensor | None]:
-    """Gradients summed over the group in one reduction, in the dtype in which each input's is saved."""
-    made = [gradient.reshape(-1) for gradient, _ in parts if gradient is not None]
+def _finish(steps: Generator[None, None, None]) -> None:
+    for _ in steps:
+        pass
+
+
+def _interleave(chunks: Sequence[Generator[None, None, None]]) -> None:
+    """Run chunks that pause twice: the products of one are made while the other's numbers are reduced.
+
+    Each runs, and adds to the sums of gradients, in the order and with the bits that it has alone.
+    """
+    previous: Generator[None, None, None] | None = None
+    for steps in chunks:
+        next(steps)  # its logits, during the previous one's sum
+        if previous is not None:
+            _finish(previous)  # gradients of the previous one, during the maximum of this
+        next(steps)
+        previous = steps
+    if previous is not None:
+        _finish(previous)
+
+
+def _sum_over_ranks(gradients: Sequence[Tensor | None], shard: VocabularyShard) -> list[Tensor | None]:
+    """Gradients summed over the group in one reduction."""
+    made = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
     if not made:
-        return [None for _ in parts]
+        return list(gradients)
     flat = torch.cat(made) if len(made) > 1 else made[0]
     shard.reduce_sum(flat)
-    pieces = iter(flat.split([gradient.numel() for gradient in made]))
-    return [
-        None if gradient is None or like is None else next(pieces).view_as(gradient).to(_saved_dtype(like))
-        for gradient, like in parts
-    ]
+    pieces = iter(flat.split([part.numel() for part in made]))
+    return [None if gradient is None else next(pieces).view_as(gradient) for gradient in gradients]
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, replace: bool = False) -> None:

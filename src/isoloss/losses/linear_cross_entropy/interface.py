@@ -73,7 +73,8 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1], spread over all V classes as torch.nn.functional.cross_entropy does.
         z_loss: coefficient of logsumexp^2; 0 is off.
         ignore_index: the target of a row that is left out.
-        chunk_size: rows whose logits exist at the same time; None chooses by `chunk_rows`.
+        chunk_size: rows whose logits exist at the same time; None chooses by `chunk_rows`. With `vocab_group`
+            there are two such chunks, so that one is computed while the other's statistics are reduced.
         vocab_group: process group over whose ranks the vocabulary is spread. `weight`, `bias` and b are then
             this rank's slices, of any size, in the order of the ranks; `hidden`, `targets` (classes of the
             whole vocabulary), `token_weights` and a must be the same on every rank, and gradients of hidden

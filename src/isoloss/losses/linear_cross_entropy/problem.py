@@ -28,6 +28,17 @@ class VocabularyShard:
     """Replaces a tensor by its maximum over the group, in place."""
     reduce_sum: Callable[[Tensor], object]
     """Replaces a tensor by its sum over the group, in place."""
+    begin_max: Callable[[Tensor], Callable[[], object]] | None = None
+    """`reduce_max` that goes on while the caller computes, until the caller calls what is returned.
+
+    None, here or for the sum: nothing is computed meanwhile."""
+    begin_sum: Callable[[Tensor], Callable[[], object]] | None = None
+    """Likewise `reduce_sum`."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether reductions go on beside products."""
+        return self.begin_max is not None and self.begin_sum is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Shapes: m rows, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -128,8 +128,10 @@ def compute_sharded_row_losses_(
     needs_gradient: bool,
     shard: VocabularyShard,
     reduced_rows: int,
-) -> RowLosses:
-    """`compute_row_losses_` where `logits` has this rank's classes only.
+) -> Generator[None, None, RowLosses]:
+    """`compute_row_losses_` where `logits` has this rank's classes only, in three parts.
+
+    It pauses twice, each time while a reduction is under way for which the caller may do something else.
 
     Args:
         logits: [m, classes of this rank]; see `compute_row_losses_`.
@@ -141,7 +143,7 @@ def compute_sharded_row_losses_(
         reduced_rows: length of what is reduced, at least m, the same on every rank whatever its data.
 
     Returns:
-        The same bits on every rank, if the reductions give that.
+        At last, the same bits on every rank, if the reductions give that.
 
     Collectives: one MAX of `reduced_rows` numbers, then one SUM of 2 * `reduced_rows`, or 3 * with label
     smoothing.
@@ -166,7 +168,9 @@ def compute_sharded_row_losses_(
         if softcap is not None:
             z.tanh_().mul_(softcap)
         torch.amax(z, -1, keepdim=True, out=row_max[part])
-    shard.reduce_max(maxima)
+    wait = _begin(maxima, shard.reduce_max, shard.begin_max)
+    yield
+    wait()
 
     # Sum of exp(z - max), target logit - max, and for smoothing the sum of logits - max.
     packed = logits.new_zeros(3 if smoothing else 2, reduced_rows, 1)
@@ -185,7 +189,9 @@ def compute_sharded_row_losses_(
             z.mul_(slope)
         if slope is not None and slopes is not None:
             slopes[part] = slope
-    shard.reduce_sum(packed)
+    wait = _begin(packed, shard.reduce_sum, shard.begin_sum)
+    yield
+    wait()
 
     log_sums = sums.log()
     if needs_gradient:
@@ -207,3 +213,14 @@ def compute_sharded_row_losses_(
         losses = (1 - smoothing) * losses + smoothing * (log_sums - shifted_sums / shard.size)
     z_losses = z_loss * (log_sums + row_max).square() if z_loss else torch.zeros_like(losses)
     return RowLosses(losses.squeeze(1), z_losses.squeeze(1), sums.squeeze(1))
+
+
+def _begin(
+    values: Tensor,
+    reduce: Callable[[Tensor], object],
+    begin: Callable[[Tensor], Callable[[], object]] | None,
+) -> Callable[[], object]:
+    if begin is not None:
+        return begin(values)
+    reduce(values)
+    return lambda: None

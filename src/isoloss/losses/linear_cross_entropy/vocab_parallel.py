@@ -41,6 +41,8 @@ def find_shard(vocab_group: object, weight: Tensor) -> VocabularyShard:
         size=sizes.sum(),
         reduce_max=_reduction(dist.ReduceOp.MAX, vocab_group),
         reduce_sum=_reduction(dist.ReduceOp.SUM, vocab_group),
+        begin_max=_begin_reduction(dist.ReduceOp.MAX, vocab_group),
+        begin_sum=_begin_reduction(dist.ReduceOp.SUM, vocab_group),
     )
 
 
@@ -70,8 +72,21 @@ def shard_of(weight: DTensor) -> VocabularyShard:
         size=vocabulary,
         reduce_max=_reduction(dist.ReduceOp.MAX, group),
         reduce_sum=_reduction(dist.ReduceOp.SUM, group),
+        begin_max=_begin_reduction(dist.ReduceOp.MAX, group),
+        begin_sum=_begin_reduction(dist.ReduceOp.SUM, group),
     )
 
 
 def _reduction(operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Callable[[Tensor], object]:
     return lambda values: dist.all_reduce(values, operation, group=group)
+
+
+def _begin_reduction(
+    operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> Callable[[Tensor], Callable[[], object]]:
+    def begin(values: Tensor) -> Callable[[], object]:
+        work = dist.all_reduce(values, operation, group=group, async_op=True)
+        assert work is not None, "this rank is in its group"
+        return work.wait
+
+    return begin
