@@ -11,6 +11,7 @@ from isoloss.batch.document import Document
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.data.rows import Conversation, LossOn, check_row
 from isoloss.data.tokenising import Tokeniser
+from isoloss.objectives.multi_token import depth_term, look_ahead
 from isoloss.objectives.objective import TEXT_TERM
 
 
@@ -40,13 +41,21 @@ class RowFormat:
     """Recipe key -> value, JSON: what documents depend on. A run is resumed on the same values only."""
 
 
-def text_format(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> RowFormat:
-    """Text, conversations, prompts with completions, and token ids, to be predicted token by token."""
+def text_format(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, *, num_depths: int = 0) -> RowFormat:
+    """Text, conversations, prompts with completions, and token ids, to be predicted token by token.
+
+    Args:
+        tokenizer: of the model.
+        loss_on: which tokens are targets.
+        num_depths: how many further depths of multi-token prediction windows have targets of.
+    """
     tokeniser = Tokeniser(tokenizer, loss_on)
+    depths = tuple(depth_term(depth) for depth in range(1, num_depths + 1))
     return RowFormat(
-        terms=(TEXT_TERM,),
+        terms=(TEXT_TERM, *depths),
         check=partial(_check_text, loss_on=loss_on, vocabulary_size=len(tokenizer)),
         documents=lambda row, source: [tokeniser.document(row, source)],
+        complete=partial(look_ahead, num_depths=num_depths) if num_depths else unchanged,
         identity={"data.loss_on": loss_on},
     )
 

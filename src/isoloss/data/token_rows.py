@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from isoloss.batch.document import IGNORE_INDEX, Document
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.data.errors import RowError
-from isoloss.data.row_format import RowFormat
+from isoloss.data.row_format import RowFormat, unchanged
 from isoloss.data.rows import Conversation, LossOn, check_row
 from isoloss.data.tokenising import Tokeniser
 from isoloss.objectives.distillation import (
@@ -47,7 +47,7 @@ def distillation_format(
             _check_distilled, loss_on=loss_on, vocabulary_size=len(tokenizer), classes=stored_classes
         ),
         documents=partial(_distilled, tokeniser=tokeniser, stored=stored_classes is not None),
-        complete=_label_text if with_cross_entropy else _unchanged,
+        complete=_label_text if with_cross_entropy else unchanged,
         identity={
             "data.loss_on": loss_on,
             "objective.teacher": "model" if stored_classes is None else "rows",
@@ -73,10 +73,6 @@ def policy_format(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> RowFor
         documents=partial(_sampled, tokeniser=tokeniser),
         identity={"data.loss_on": loss_on},
     )
-
-
-def _unchanged(batch: PackedBatch) -> PackedBatch:
-    return batch
 
 
 def _label_text(batch: PackedBatch) -> PackedBatch:

@@ -26,6 +26,10 @@ AHEAD_EXTRA = "tokens_ahead"
 """Name of the `token_extras` with the tokens 1, 2, ... ahead of each slot, int64[T, depths], -1 outside."""
 
 
+DEPTHS = "multi_token_depths"
+"""Name of the model's part that `add_depths` adds."""
+
+
 def depth_term(depth: int) -> str:
     """Name of the term of a depth, from 1."""
     return f"mtp_{depth}"
@@ -67,7 +71,7 @@ class MultiTokenDepth(nn.Module):
 
 
 def add_depths(model: Any, num_depths: int) -> None:
-    """Give a transformers causal language model its further depths, as `model.multi_token_depths`.
+    """Give a transformers causal language model its further depths, as its part `DEPTHS`.
 
     They are part of its parameters from then on; a checkpoint of the model holds them, and the plain model
     loads from it without them.
@@ -75,7 +79,7 @@ def add_depths(model: Any, num_depths: int) -> None:
     Raises:
         ValueError: it has them already, or its layers cannot be used one by one.
     """
-    if "multi_token_depths" in dict(model.named_children()):
+    if DEPTHS in dict(model.named_children()):
         raise ValueError("the model has further depths already; add them once")
     parts = dict(model.get_decoder().named_children())
     missing = [name for name in ("norm", "layers", "rotary_emb") if name not in parts]
@@ -84,7 +88,7 @@ def add_depths(model: Any, num_depths: int) -> None:
             f"multi-token prediction needs a decoder with {', '.join(missing)}, which "
             f"{type(model.get_decoder()).__name__} has not; use a model of the Llama family, such as Qwen3"
         )
-    model.multi_token_depths = nn.ModuleList(MultiTokenDepth(model) for _ in range(num_depths))
+    model.add_module(DEPTHS, nn.ModuleList(MultiTokenDepth(model) for _ in range(num_depths)))
 
 
 def look_ahead(batch: PackedBatch, num_depths: int, *, term: str = TEXT_TERM) -> PackedBatch:

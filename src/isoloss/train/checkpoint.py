@@ -254,13 +254,23 @@ class _Writer(FileSystemWriter):
                 os.fsync(file.fileno())
 
 
-def load_model(folder: Path, model: nn.Module) -> None:
+def load_model(folder: Path, model: nn.Module, *, left_out: str | None = None) -> None:
     """Read the weights of a checkpoint into an unsharded model, in one process.
+
+    Args:
+        folder: of the checkpoint.
+        model: to fill.
+        left_out: name of a part that the checkpoint may hold and the model does not have.
 
     Raises:
         CheckpointError: it belongs to another model.
     """
-    _check_parameters(folder, read_state(folder)["parameters"], _shapes(model))
+    saved = {
+        name: shape
+        for name, shape in read_state(folder)["parameters"].items()
+        if left_out is None or not name.startswith(f"{left_out}.")
+    }
+    _check_parameters(folder, saved, _shapes(model))
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     load_tensors(tensors, checkpoint_id=folder, no_dist=True)
     set_model_state_dict(model, tensors["model"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from isoloss.objectives.multi_token import DEPTHS
 from isoloss.train.checkpoint import CheckpointError, complete_checkpoints, load_model
 from isoloss.train.model import MODEL_FOLDER, model_class
 from isoloss.train.recipe import load_recipe
@@ -13,6 +14,8 @@ from isoloss.train.recipe import load_recipe
 
 def export_run(run: Path, checkpoint: int | None = None, output: Path | None = None) -> Path:
     """Write the weights of a run's checkpoint, its config and its tokenizer, for `from_pretrained`.
+
+    Further depths of multi-token prediction, which transformers does not know, stay in the checkpoint.
 
     Args:
         run: folder of the run.
@@ -44,7 +47,7 @@ def export_run(run: Path, checkpoint: int | None = None, output: Path | None = N
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
     config = AutoConfig.from_pretrained(run / MODEL_FOLDER)
     model = model_class(recipe).from_config(config, dtype=dtypes[recipe.model.dtype])
-    load_model(found[step], model)
+    load_model(found[step], model, left_out=DEPTHS)
     # Written beside and renamed: a folder of this name is never half an export.
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from isoloss.objectives.multi_token import add_depths
 from isoloss.train.recipe import DataConfig, Recipe
 
 MODEL_FOLDER = "model"
@@ -72,7 +73,8 @@ def build_model(
     """The weights of `model.path`, or a random start from `model.config` and seed.
 
     A causal language model, or for classification its decoder with a new head (that of `model.path` where it
-    has one of this size). Every rank builds the same weights.
+    has one of this size), or for multi-token prediction with further depths. Every rank builds the same
+    weights.
 
     Args:
         recipe: what to train.
@@ -111,6 +113,8 @@ def build_model(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {vocabulary}; set "
             f"model.config.vocab_size to at least {len(tokenizer)}, or use the model's own tokenizer"
         )
+    if recipe.objective.type == "multi_token":
+        add_depths(built, recipe.objective.mtp_depths)
     if recipe.train.gradient_checkpointing:
         built.activation_checkpointing_enable({"use_reentrant": False})
     return built.train()

@@ -198,7 +198,14 @@ class ObjectiveConfig:
     window, or the windows that all ranks run at the same time."""
 
 
-_BUILT_OBJECTIVES = ("causal_lm", "preference", "classification", "distillation", "policy_gradient")
+_BUILT_OBJECTIVES = (
+    "causal_lm",
+    "preference",
+    "classification",
+    "multi_token",
+    "distillation",
+    "policy_gradient",
+)
 
 _OBJECTIVES_OF_KEY = MappingProxyType(
     {

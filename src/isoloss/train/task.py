@@ -15,6 +15,7 @@ from isoloss.data.token_rows import distillation_format, policy_format
 from isoloss.objectives.classification import CLASSIFICATION_TERM, Classification
 from isoloss.objectives.distillation import Distillation
 from isoloss.objectives.loss_model import LossModel
+from isoloss.objectives.multi_token import MultiToken
 from isoloss.objectives.objective import TEXT_TERM, AbstractObjective, CausalLM
 from isoloss.objectives.policy_gradient import POLICY_TERM, PolicyGradient
 from isoloss.objectives.preference import Preference
@@ -56,6 +57,8 @@ def build_row_format(
     match recipe.objective.type:
         case "causal_lm":
             return text_format(tokenizer, recipe.data.loss_on)
+        case "multi_token":
+            return text_format(tokenizer, recipe.data.loss_on, num_depths=recipe.objective.mtp_depths)
         case "preference":
             return preference_format(
                 tokenizer,
@@ -95,6 +98,14 @@ def build_objective(recipe: Recipe, model: Any, topology: Topology) -> AbstractO
         case "causal_lm":
             term = Term(TEXT_TERM, settings.loss_reduction)
             return CausalLM(term, label_smoothing=settings.label_smoothing, z_loss=settings.z_loss)
+        case "multi_token":
+            return MultiToken(
+                settings.mtp_depths,
+                settings.loss_reduction,
+                coefficient=settings.mtp_coefficient,
+                label_smoothing=settings.label_smoothing,
+                z_loss=settings.z_loss,
+            )
         case "preference":
             references: dict[str, Any] = {"data": "data", "none": None}
             reference = references.get(settings.reference)
