@@ -1,7 +1,7 @@
 """The same rows and weights through TRL's DPO trainer on one process: losses, gradients and rewards agree.
 
-Both tokenise the rows by themselves. TRL pads, computes in float32 and takes a mean over the pairs of a batch;
-here the sides are packed into one window.
+Both tokenise the rows by themselves. TRL pads and takes a mean over the pairs of a batch; here the sides are
+packed into one window. All in float32.
 """
 
 import copy
@@ -23,7 +23,11 @@ from oracle.models import build_model
 ROWS: list[dict[str, Any]] = [
     {"prompt": "2+2?", "chosen": "4", "rejected": "a number, five or so"},
     {"prompt": "Say it: ", "chosen": "it", "rejected": "it"},
-    {"prompt": "A rather long prompt with a short answer?", "chosen": "Yes, and it goes on.", "rejected": "n"},
+    {
+        "prompt": "A rather long prompt with a short answer?",
+        "chosen": "Yes, and it goes on.",
+        "rejected": "n",
+    },
 ]
 BETA = 0.3
 METRICS = {
@@ -86,7 +90,9 @@ def trl_answer(rows: list[dict[str, Any]], options: dict[str, Any], folder: Path
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("shared_prompt", [False, True])

@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from isoloss.data.errors import DataError
 from isoloss.train.export import export_run
+from isoloss.train.reference import store_reference
 from train.objective_runs import recipe_maker, run_everywhere
 from train.runs import WORDS, make_corpus, numbers, train
 
@@ -61,3 +63,45 @@ def test_stored_references_are_asked_for_by_row(corpus: Path, tmp_path: Path) ->
     make = recipe_maker(corpus / "pairs.jsonl", corpus / "tokenizer", "{type: preference, reference: data}")
     (error,) = train(make(tmp_path / "run"), 1, tmp_path)
     assert "pairs.jsonl:1: reference_chosen_logp is missing" in error
+
+
+@pytest.mark.parametrize("shared_prompt", ["true", "false"])
+def test_stored_references_train_as_a_frozen_one_does(
+    corpus: Path, tmp_path: Path, shared_prompt: str
+) -> None:
+    options = f"{{type: preference, beta: 0.5, shared_prompt: {shared_prompt}}}"
+    make = recipe_maker(corpus / "pairs.jsonl", corpus / "tokenizer", options)
+    frozen = make(tmp_path / "frozen", "train.max_steps=4")
+    written = store_reference(frozen, tmp_path / "stored")
+    assert written == {"words": tmp_path / "stored/words.jsonl"}
+    rows = [json.loads(line) for line in written["words"].read_text().splitlines()]
+    before = [json.loads(line) for line in (corpus / "pairs.jsonl").read_text().splitlines()]
+    assert [{name: row[name] for name in before[0]} for row in rows] == before
+    assert train(frozen, 1, tmp_path) == []
+    place = f"data.sources.0.path={written['words']}"
+    stored = make(tmp_path / "stored-run", "train.max_steps=4", "objective.reference=data", place)
+    assert train(stored, 1, tmp_path) == []
+    left, right = numbers(tmp_path / "frozen"), numbers(tmp_path / "stored-run")
+    for one, other in zip(left, right, strict=True):
+        for name in one:
+            if name.removeprefix("eval/").startswith(("loss", "rewards/margins", "logps", "tokens/")):
+                assert other[name] == pytest.approx(one[name], rel=1e-4, abs=2e-5), name
+
+
+def test_references_are_not_written_over_their_rows(corpus: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "words.jsonl"
+    rows.write_text((corpus / "pairs.jsonl").read_text())
+    made = recipe_maker(rows, corpus / "tokenizer", "{type: preference}")(tmp_path / "run")
+    with pytest.raises(DataError, match=r"is the source 'words' itself"):
+        store_reference(made, tmp_path)
+    other = recipe_maker(rows, corpus / "tokenizer", "{type: causal_lm}")(tmp_path / "run")
+    with pytest.raises(ValueError, match="only preference"):
+        store_reference(other, tmp_path / "out")
+
+
+def test_a_reference_of_a_row_at_fault_names_its_line(corpus: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "words.jsonl"
+    rows.write_text('{"prompt": "w1", "chosen": "w2", "rejected": "w3"}\n{"prompt": "w1", "chosen": "w2"}\n')
+    made = recipe_maker(rows, corpus / "tokenizer", "{type: preference}")(tmp_path / "run")
+    with pytest.raises(DataError, match=r"words.jsonl:2: rejected is missing"):
+        store_reference(made, tmp_path / "out")

@@ -1,0 +1,105 @@
+"""Makes preference pairs out of the docstrings of the running Python's standard library.
+
+    python recipes/prepare_preference.py [--output runs/preference-data]
+
+Each row of pairs.jsonl asks what a function does. The better answer is the beginning of its docstring, the
+worse one that of a function of another module:
+
+    {"prompt": [{"role": "user", ...}], "chosen": [{"role": "assistant", ...}], "rejected": [...],
+     "channel": "functions" or "methods"}
+
+Beside it stands a byte-level BPE tokenizer trained on the rows. The same Python gives the same files. Nothing
+is imported from the modules that are read, and nothing is downloaded.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prepare_quickstart import as_text, qa_rows, source_files, train_tokenizer
+
+MAX_ANSWER_CHARACTERS = 240
+MIN_ANSWER_CHARACTERS = 30
+
+
+def main() -> None:
+    """Make the pairs, unless the same scripts have made them with the same Python."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/preference-data"), metavar="DIR")
+    output = parser.parse_args().output
+    if is_current(output):
+        print(f"preference data: {output} is up to date")
+        return
+    print(f"preference data: {make_corpus(output):,} pairs in {output}")
+
+
+def fingerprint() -> dict[str, str]:
+    """What the pairs depend on: the scripts and the Python that runs them."""
+    scripts = [Path(__file__), Path(__file__).with_name("prepare_quickstart.py")]
+    digest = hashlib.sha256(b"".join(script.read_bytes() for script in scripts)).hexdigest()
+    return {"python": sys.version, "scripts": digest}
+
+
+def is_current(output: Path) -> bool:
+    """Whether `output` holds the pairs that these scripts would make."""
+    manifest = output / "manifest.json"
+    return manifest.is_file() and json.loads(manifest.read_text())["made_by"] == fingerprint()
+
+
+def make_corpus(output: Path, max_pairs: int | None = None) -> int:
+    """Write pairs, tokenizer and manifest to `output`; return the number of pairs.
+
+    The folder appears whole or not at all: it is made beside `output` and then renamed.
+    """
+    pairs = list(pair_rows())[:max_pairs]
+    tokenizer = train_tokenizer(as_text({"messages": row["prompt"] + row["chosen"]}) for row in pairs)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}-") as directory:
+        made = Path(directory) / "corpus"
+        made.mkdir()
+        with (made / "pairs.jsonl").open("w", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs)
+        tokenizer.save_pretrained(made / "tokenizer")
+        manifest = {"made_by": fingerprint(), "pairs": len(pairs)}
+        (made / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        shutil.rmtree(output, ignore_errors=True)
+        os.replace(made, output)
+    return len(pairs)
+
+
+def pair_rows() -> Iterator[dict[str, Any]]:
+    """One row a documented function, in an order that mixes modules and is always the same."""
+    asked = []
+    for row in qa_rows(source_files()):
+        question, answer = (message["content"] for message in row["messages"])
+        found = re.fullmatch(r"What does (.*)\((?:.*)\) in the Python module (\S+) do\?", question)
+        summary = answer.split("\n\n")[0][:MAX_ANSWER_CHARACTERS]
+        if found and len(summary) >= MIN_ANSWER_CHARACTERS:
+            asked.append((found[1], found[2], question, summary))
+    asked.sort(key=lambda one: hashlib.sha256(one[2].encode()).digest())
+    # An answer stands in one pair only. If it were the better one here and the worse one there, what is
+    # learned from the pairs that are trained would mislead about those that are held out.
+    wrong_answers = asked[len(asked) // 2 :]
+    for name, module, question, summary in asked[: len(asked) // 2]:
+        place = next(place for place, other in enumerate(wrong_answers) if other[1] != module)
+        wrong = wrong_answers.pop(place)[3]
+        yield {
+            "prompt": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": summary}],
+            "rejected": [{"role": "assistant", "content": wrong}],
+            "channel": "methods" if "." in name else "functions",
+        }
+
+
+if __name__ == "__main__":
+    main()
