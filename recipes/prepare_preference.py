@@ -56,12 +56,12 @@ def is_current(output: Path) -> bool:
     return manifest.is_file() and json.loads(manifest.read_text())["made_by"] == fingerprint()
 
 
-def make_corpus(output: Path, max_pairs: int | None = None) -> int:
+def make_corpus(output: Path, max_files: int | None = None) -> int:
     """Write pairs, tokenizer and manifest to `output`; return the number of pairs.
 
     The folder appears whole or not at all: it is made beside `output` and then renamed.
     """
-    pairs = list(pair_rows())[:max_pairs]
+    pairs = list(pair_rows(source_files()[:max_files]))
     tokenizer = train_tokenizer(as_text({"messages": row["prompt"] + row["chosen"]}) for row in pairs)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}-") as directory:
@@ -77,10 +77,10 @@ def make_corpus(output: Path, max_pairs: int | None = None) -> int:
     return len(pairs)
 
 
-def pair_rows() -> Iterator[dict[str, Any]]:
+def pair_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
     """One row a documented function, in an order that mixes modules and is always the same."""
     asked = []
-    for row in qa_rows(source_files()):
+    for row in qa_rows(files):
         question, answer = (message["content"] for message in row["messages"])
         found = re.fullmatch(r"What does (.*)\((?:.*)\) in the Python module (\S+) do\?", question)
         summary = answer.split("\n\n")[0][:MAX_ANSWER_CHARACTERS]

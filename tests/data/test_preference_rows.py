@@ -118,6 +118,7 @@ def test_references_travel_with_their_documents() -> None:
         ({"prompt": [QUESTION], "chosen": [answer("b")], "rejected": [QUESTION]}, "rejected: no message has"),
         ({"prompt": [QUESTION], "chosen": [{"role": "assistant"}], "rejected": "c"}, "has no content"),
         (STRINGS | {"weight": -1}, "weight must be a number from 0"),
+        (CHAT | {"rejected": [answer("five") | {"weight": 2}]}, "rejected: a message has a weight"),
     ],
 )
 def test_a_row_at_fault_says_what_to_do(row: dict[str, Any], message: str) -> None:

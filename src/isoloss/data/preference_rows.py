@@ -33,7 +33,9 @@ def preference_format(
 ) -> RowFormat:
     """Pairs of answers to one prompt; see `_SHAPES` for the shapes of rows.
 
-    Each side becomes a document of prompt and answer, of which the answer is the target; both are one group.
+    Each side becomes a document of prompt and answer, of which the answer is the target; both are one group,
+    which is dropped whole and counted where it does not fit a window, whatever `data.long_documents` says.
+    The same answer twice is a pair like any other: it counts, and trains nothing.
 
     Args:
         tokenizer: of the model.
@@ -121,6 +123,14 @@ def _check_pair(row: Mapping[str, Any], *, vocabulary_size: int, stored_referenc
             contents.append(check_row(side | weight, loss_on="completion", vocabulary_size=vocabulary_size))
         except RowError as error:
             raise RowError(f"{name}: {error}") from error
+        content = contents[-1]
+        if isinstance(content, Conversation) and any(
+            weight not in (0.0, 1.0) for weight in content.weights("completion")
+        ):
+            raise RowError(
+                f"{name}: a message has a weight, but a pair has one loss for all of it; give the weight to "
+                "the row"
+            )
     if stored_reference:
         _references(row)
     return isinstance(contents[0], Conversation)

@@ -100,10 +100,10 @@ def _side_log_probs(model: Any, units: Sequence[Sequence[Document]], recipe: Rec
     batch = build_batch(units, slots, alignment=1, term=PREFERENCE_TERM).to(model.device)
     with compute_context(Topology.single(), bf16=recipe.train.bf16):
         log_probs = _log_probs(model, batch)
-    sums = log_probs.new_zeros(batch.layout.num_documents + 1, dtype=torch.float64)
-    # prefixes have no target; what they hold is 0 and goes to the last place
-    sums.index_add_(0, batch.counted_document_ids, log_probs.to(torch.float64))
-    values: list[list[float]] = sums[:-1].view(len(units), 2).tolist()
+    sums = log_probs.new_zeros(batch.layout.num_documents, dtype=torch.float64)
+    # slots of prefixes have no document, nor a target: they add 0 to any
+    sums.index_add_(0, batch.counted_document_ids.clamp(min=0), log_probs.to(torch.float64))
+    values: list[list[float]] = sums.view(len(units), 2).tolist()
     return values
 
 

@@ -431,15 +431,18 @@ class Trainer:
             self._console.print(packing_summary(read_state(newest)["lanes"]), soft_wrap=True, highlight=False)
         run_dir = shlex.quote(str(self.output_dir))
         command = self._command
+        variant, other, change = "sample", "objective.loss_reduction=sample", "another weighting of documents"
+        if self.recipe.objective.type == "preference":
+            variant, other, change = "ipo", "objective.loss_type=ipo", "another loss of pairs"
         self._console.print(
             f"The run is in {self.output_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made, "
             "packing/ the rows that were not packed whole.\n"
             "What to try next:\n"
             f"  {command} export {run_dir}\n"
             "      a folder for transformers: AutoModelForCausalLM.from_pretrained\n"
-            f"  {command} train {run_dir}/recipe.yaml train.output_dir={run_dir}-sample "
-            "objective.loss_reduction=sample\n"
-            "      the same run with another weighting of documents\n"
+            f"  {command} train {run_dir}/recipe.yaml train.output_dir={run_dir}-{variant} "
+            f"{other}\n"
+            f"      the same run with {change}\n"
             f"  {command} train --help\n"
             "      every key of a recipe",
             highlight=False,
