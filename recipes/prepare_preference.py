@@ -80,11 +80,13 @@ def make_corpus(output: Path, max_files: int | None = None) -> int:
 def pair_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
     """One row a documented function, in an order that mixes modules and is always the same."""
     asked = []
+    seen: set[str] = set()
     for row in qa_rows(files):
         question, answer = (message["content"] for message in row["messages"])
         found = re.fullmatch(r"What does (.*)\((?:.*)\) in the Python module (\S+) do\?", question)
         summary = answer.split("\n\n")[0][:MAX_ANSWER_CHARACTERS]
-        if found and len(summary) >= MIN_ANSWER_CHARACTERS:
+        if found and len(summary) >= MIN_ANSWER_CHARACTERS and summary not in seen:
+            seen.add(summary)
             asked.append((found[1], found[2], question, summary))
     asked.sort(key=lambda one: hashlib.sha256(one[2].encode()).digest())
     # An answer stands in one pair only. If it were the better one here and the worse one there, what is
