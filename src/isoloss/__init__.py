@@ -27,8 +27,10 @@ from isoloss.losses.linear_cross_entropy import (
     linear_kl_divergence,
     linear_log_probs,
 )
+from isoloss.losses.preference import preference_losses
 from isoloss.losses.router import balancing_loss, router_z_loss
 from isoloss.objectives.loss_model import LossModel
+from isoloss.objectives.preference import Preference
 from isoloss.parallel.routers import RouterLosses
 from isoloss.reduction.gradients import GradientSum, clip_grad_norm_, sum_gradients
 from isoloss.reduction.ledger import Ledger
@@ -53,6 +55,7 @@ __all__ = [
     "LossModel",
     "PackedBatch",
     "PackingRecord",
+    "Preference",
     "Recipe",
     "RouterLosses",
     "Step",
@@ -67,6 +70,7 @@ __all__ = [
     "linear_kl_divergence",
     "linear_log_probs",
     "pack",
+    "preference_losses",
     "router_z_loss",
     "shift_targets",
     "sum_gradients",
