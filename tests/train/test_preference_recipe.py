@@ -78,6 +78,6 @@ def test_the_whole_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     lines = [line for line in read_metrics(tmp_path / "run") if "eval/loss" in line]
     first, last = lines[0], lines[-1]
     assert first["eval/loss"] == pytest.approx(0.693147, abs=1e-5)
-    assert last["eval/loss"] < 0.67
-    assert last["eval/rewards/accuracies"] > 0.55
-    assert last["eval/rewards/margins"] > 0.05
+    assert last["eval/loss"] < 0.66
+    assert last["eval/rewards/accuracies"] > 0.6  # chance is 0.5, and 284 pairs are held out
+    assert last["eval/rewards/margins"] > 0.1
