@@ -139,3 +139,16 @@ def test_the_whole_quickstart(tmp_path: Path) -> None:
         metric = f"eval/channel_loss/{channel}"
         assert lines[200][metric] <= lines[0][metric] - 1.2
         assert lines[200][metric] <= lines[30][metric] - 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_recipe_of_multi_token_prediction(tmp_path: Path) -> None:
+    """The held-out losses of the next token and of the one behind it fall, of every channel."""
+    make_corpus(tmp_path / "data", None)
+    made = quickstart(tmp_path / "data", tmp_path / "run", name="multi-token")
+    assert train(made, 2, tmp_path, timeout_s=1500) == []
+    lines = [line for line in read_metrics(tmp_path / "run") if "eval/loss" in line]
+    for channel in CHANNELS:
+        for name in (f"eval/channel_loss/{channel}", f"eval/channel_loss/{channel}/mtp_1"):
+            assert lines[-1][name] <= lines[0][name] - 1.0
