@@ -30,6 +30,7 @@ from isoloss.losses.linear_cross_entropy import (
 from isoloss.losses.preference import preference_losses
 from isoloss.losses.router import balancing_loss, router_z_loss
 from isoloss.objectives.loss_model import LossModel
+from isoloss.objectives.multi_token import MultiToken, add_depths, look_ahead
 from isoloss.objectives.preference import Preference
 from isoloss.parallel.routers import RouterLosses
 from isoloss.reduction.gradients import GradientSum, clip_grad_norm_, sum_gradients
@@ -53,6 +54,7 @@ __all__ = [
     "Ledger",
     "LinearCrossEntropyOutput",
     "LossModel",
+    "MultiToken",
     "PackedBatch",
     "PackingRecord",
     "Preference",
@@ -64,11 +66,13 @@ __all__ = [
     "Term",
     "Topology",
     "Trainer",
+    "add_depths",
     "balancing_loss",
     "clip_grad_norm_",
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linear_log_probs",
+    "look_ahead",
     "pack",
     "preference_losses",
     "router_z_loss",
