@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(" | ".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
     arms = ["ours", *(name for name in arguments.arms if name != "ours")]
     memory = dict.fromkeys(arms, math.nan)
-    for name in arms[:1] if arguments.quick else arms:
+    for name in () if arguments.quick else arms:
         memory[name] = in_fresh_process(measure_memory, name, setting)
     rows = report(setting, measure_time(setting, arms, arguments.blocks, arguments.steps), memory)
     if arguments.output is not None:

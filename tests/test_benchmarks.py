@@ -61,4 +61,4 @@ def test_end_to_end(tmp_path: Path, peer: str) -> None:
     assert peer in run("end_to_end.py", "--quick", "--arms", peer, "--output", str(path))
     rows = json.loads(path.read_text())["rows"]
     assert list(rows) == ["ours", peer]
-    assert rows[peer]["ours_over_it_cpu"]["median"] > 0 and rows["ours"]["mib"] > 0
+    assert rows[peer]["ours_over_it_cpu"]["median"] > 0

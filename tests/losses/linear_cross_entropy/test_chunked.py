@@ -1,6 +1,8 @@
 """How the chunked backend works: products, memory, host synchronisation, precision across chunks."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,3 +319,38 @@ def test_compiled_without_a_graph_break_gives_the_same_bits(bias_kind: str, dtyp
         assert not token_losses.requires_grad
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a compiler"
+)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor.*")
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+def test_inductor_compiles_a_caller_without_a_graph_break(
+    gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trunk, head and what is made of the token losses in one graph, with other rows ignored in each call."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    generator = torch.Generator().manual_seed(0)
+    x, trunk, head = (torch.randn(*shape, generator=generator) for shape in ((40, 8), (8, 8), (30, 8)))
+    trunk.requires_grad_()
+    head.requires_grad_()
+
+    def step(x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        output = linear_cross_entropy(
+            torch.tanh(x @ trunk), head, targets, token_weights=weights, gradients=gradients, chunk_size=16
+        )
+        return output.loss * 2, output.token_losses.cumsum(0)
+
+    compiled = torch.compile(step, fullgraph=True)
+    for number in range(3):
+        targets = torch.randint(30, (40,), generator=generator)
+        targets[:: number + 2 if number < 2 else 1] = -100  # at last all of them
+        weights = torch.rand(40, generator=generator)
+        results = []
+        for function in (step, compiled):
+            loss, token_losses = function(x, targets, weights)
+            results.append([loss, token_losses, *torch.autograd.grad(loss, (trunk, head))])
+        for eager, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours, eager, rtol=2e-6, atol=1e-6)

@@ -36,7 +36,9 @@ needs_compiler = pytest.mark.skipif(
     not HAS_TRITON or IS_INTERPRETED, reason="needs the package triton, and its kernels not interpreted"
 )
 # A row takes 7 ms. What these add lies around the kernel, or repeats it thousands of times.
-LEFT_OUT = ("triton/backward", "gradcheck", "a75", "offloading", "run_to_run", "frozen")
+LEFT_OUT = ("triton/backward", "gradcheck", "a75", "offloading", "run_to_run", "frozen", "kept_graph", "tied")
+# The kernel sees one bias, of a class or of a row and class; the rest is the loop's. All options at once do.
+LEFT_OUT += ("(full_logits and (row or factors) and not all)", "(dtypes and row)")
 
 
 def run_interpreted(*arguments: str) -> str:

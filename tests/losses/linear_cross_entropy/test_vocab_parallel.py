@@ -64,8 +64,8 @@ def local_case(case: Case, sizes: Sequence[int]) -> Case:
     return Case(tensors, case.targets, case.token_weights, case.options)
 
 
-def run_local(case: Case, **overrides: Any) -> Any:
-    return case.run("auto", vocab_group=dist.group.WORLD, **overrides)
+def run_local(case: Case, backend: str = "auto", **overrides: Any) -> Any:
+    return case.run(backend, vocab_group=dist.group.WORLD, **overrides)
 
 
 def expected_part(name: str, gradient: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -242,6 +242,47 @@ def test_the_incoming_gradient_and_a_kept_graph() -> None:
         (factor * loss).backward()
         for name, gradient in local.gradients().items():
             assert_close(gradient, 2 * factor * expected_part(name, gradients[name], [7, 6]))
+
+
+@on_ranks(2)
+def test_forms_of_the_inputs_give_the_same_bits() -> None:
+    """int32 targets, autocast, offloaded tensors, and the gradients made in backward."""
+    plain = local_case(make_case(dtype=torch.float32, bias_kind="all"), [7, 6])
+    expected = run_local(plain, chunk_size=4)
+    expected.loss.backward()
+
+    def same(case: Case, output: Any) -> None:
+        output.loss.backward()
+        assert_same_bits(output.loss, expected.loss)
+        assert_same_bits(output.token_losses, expected.token_losses)
+        for name, gradient in case.gradients().items():
+            assert_same_bits(gradient, plain.gradients()[name])
+
+    narrow = plain.copy(targets=plain.targets.int())
+    same(narrow, run_local(narrow, chunk_size=4))
+    cast = plain.copy()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = run_local(cast, chunk_size=4)
+    same(cast, output)
+    offloaded = plain.copy()
+    with torch.autograd.graph.save_on_cpu():
+        output = run_local(offloaded, chunk_size=4)
+    same(offloaded, output)
+    recomputed = plain.copy()
+    output = run_local(recomputed, chunk_size=4, backend="auto/backward")
+    output.loss.backward()
+    assert_same_bits(output.loss, expected.loss)
+    for name, gradient in recomputed.gradients().items():
+        assert_close(gradient, plain.gradients()[name], 1e-6)
+
+
+@on_ranks(2)
+def test_extreme_vocabularies() -> None:
+    """One class a rank, all classes on one, and 131072."""
+    for rows in (1, 6):
+        check(make_case(rows, 2, ignored=0.0), [1, 1])
+        check(make_case(rows, 2, ignored=0.0), [0, 2], chunk_size=2)
+    check(make_case(3, 131072, width=3, ignored=0.0), [65536, 65536], tolerance=1e-11)
 
 
 @on_ranks(2)
