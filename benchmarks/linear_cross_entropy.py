@@ -705,10 +705,12 @@ def measure_case(case: Case, runs: Mapping[str, Run], arguments: argparse.Namesp
     }
     runs = choose_variants(runs, case)
     if "memory" in arguments.parts:
-        alone = [name for name in runs if name == "ours" or not arguments.quick]
-        measured["memory"] = {
-            name: in_fresh_process(measure_memory, name, case, arguments.threads) for name in alone
-        }
+        if arguments.quick:  # nothing that a process start is worth
+            measured["memory"] = {"ours": measure_memory("ours", case, arguments.threads)}
+        else:
+            measured["memory"] = {
+                name: in_fresh_process(measure_memory, name, case, arguments.threads) for name in runs
+            }
     if "time" in arguments.parts:
         measured["time"] = time_case(case, runs, arguments) | {"how": describe_run(arguments)}
     if "error" in arguments.parts:

@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def run(name: str, *arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), *arguments], capture_output=True, text=True, timeout=250
+        [sys.executable, str(BENCHMARKS / name), *arguments], capture_output=True, text=True, timeout=290
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return result.stdout
