@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 
 from data.corpora import byte_tokenizer
 from isoloss import PackingRecord, pack
@@ -69,10 +70,34 @@ def test_labels_of_words_stand_at_their_first_tokens() -> None:
     assert labelled(window([row], level="token")) == [(0, 0), (4, 1)]
 
 
-def test_conversations_and_token_ids_have_labels_too() -> None:
-    chat = {"messages": [{"role": "user", "content": "hi"}], "label": 0}
-    batch = window([chat, {"input_ids": [1, 2], "label": 1}])
-    assert batch.counts["classification"].num_targets.tolist() == [1, 1]
+def test_conversations_prompts_and_token_ids_have_labels_too() -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    rows: list[dict[str, Any]] = [{"messages": turns}, {"prompt": turns}, {"prompt": "hi"}, {"text": "hi"}]
+    batch = window([row | {"label": 1} for row in [*rows, {"input_ids": [1, 2]}]])
+    assert batch.counts["classification"].num_targets.tolist() == [1] * 5
+    made = classification_format(byte_tokenizer(), CLASSES)
+    ids = [made.documents(row | {"label": 1}, 0)[0].input_ids.tolist() for row in rows]  # type: ignore[union-attr]
+    assert ids[0] == ids[1]
+    assert ids[2] == ids[3]
+
+
+def test_a_word_without_a_token_of_its_own_is_named() -> None:
+    """Its label would stand at another word's token, or at none."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    made = classification_format(tokenizer, CLASSES, level="token")
+    for words in (["a", "~", "b"], ["a", "~"], ["~", "a"]):
+        row = {"tokens": words, "labels": [0] * len(words)}
+        made.check(row)
+        with pytest.raises(RowError, match=rf"tokens\[{words.index('~')}\] is '~'.*leave the word out"):
+            made.documents(row, 0)
+
+
+def test_a_row_that_ends_with_padding_is_pooled_elsewhere_by_others() -> None:
+    tokenizer = byte_tokenizer()
+    made = classification_format(tokenizer, CLASSES)
+    with pytest.raises(RowError, match="padding token of its own"):
+        made.documents({"input_ids": [7, tokenizer.pad_token_id], "label": 0}, 0)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +113,7 @@ def test_conversations_and_token_ids_have_labels_too() -> None:
         ({"text": "x", "label": True}, {}, "must be the name or index of a class"),
         ({"text": "x", "label": 0.5}, {}, "must be the name or index of a class"),
         ({"text": "x"}, {}, "label is missing"),
+        ({"prompt": "", "label": 0}, {}, "text is empty"),
         ({"label": 0}, {}, "a row holds messages"),
         ({"text": "", "label": 0}, {}, "text is empty"),
         ({"text": "x", "label": float("nan")}, {"problem_type": "regression"}, "must be a finite number"),
@@ -111,6 +137,10 @@ def test_classes_of_the_rows() -> None:
     assert collect_classes([{"labels": ["x", None, "y"]}], "token") == ("x", "y")
     with pytest.raises(ValueError, match="rows hold names"):
         collect_classes([{"label": "b"}, {"label": 1}], "sequence")
+    with pytest.raises(ValueError, match="problem_type: regression"):
+        collect_classes([{"label": 0.5}, {"label": 1}], "sequence")
+    with pytest.raises(ValueError, match="the index 10000000000, which would be 10000000001 classes"):
+        collect_classes([{"label": 10**10}], "sequence")
     with pytest.raises(ValueError, match="the rows name 1 classes"):
         collect_classes([{"label": "b"}], "sequence")
 

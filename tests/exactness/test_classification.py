@@ -3,9 +3,10 @@
 Rows 8, 10, 21 and 29; cases A09, A10 and A45.
 """
 
+import dataclasses
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from exactness.objective_driving import (
     run_trial,
 )
 from isoloss import Document, Layout, Ledger, LossModel, PackedBatch, Term, Topology
+from isoloss.batch.collation import build_batch
 from isoloss.objectives.classification import VALUES_EXTRA, Classification, label_documents
 from oracle.classification import CLASSES, LabelAnswer, LabelledDocument, build_classifier, label_answer
 from oracle.models import VOCABULARY
@@ -193,6 +195,76 @@ def test_a_shifted_label_would_show() -> None:
     right, wrong = (label_answer(model, those, num_channels=3) for those in (documents, moved))
     assert abs(right.loss - wrong.loss) > 1e-3
     assert wrong.num_labels < right.num_labels
+
+
+def _one_too_early(batch: PackedBatch) -> PackedBatch:
+    return _with_targets(batch, batch.targets[TERM].roll(-1))
+
+
+def _without_the_first(batch: PackedBatch) -> PackedBatch:
+    targets = batch.targets[TERM].clone()
+    targets[(targets != -100).nonzero()[:1]] = -100
+    return _with_targets(batch, targets)
+
+
+def _of_equal_weight(batch: PackedBatch) -> PackedBatch:
+    return PackedBatch(batch.input_ids, batch.targets, batch.layout)
+
+
+def _with_targets(batch: PackedBatch, targets: torch.Tensor) -> PackedBatch:
+    return PackedBatch(batch.input_ids, {TERM: targets}, batch.layout, {TERM: (targets != -100).float()})
+
+
+@pytest.mark.parametrize("mutant", [_one_too_early, _without_the_first, _of_equal_weight])
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_the_comparison_sees_a_label_that_is_moved_lost_or_weighed_wrongly(
+    mutant: Callable[[PackedBatch], PackedBatch], level: str
+) -> None:
+    _, made, expected = trial(level, "token")
+    changed = dataclasses.replace(made, complete=lambda batch: mutant(made.complete(batch)))
+    found = differences(*run_trial(changed, SETTINGS["alone"]), expected)
+    assert any("train/loss" in line for line in found)
+    assert any("gradient of" in line for line in found)
+
+
+def test_row_6_text_and_labels_in_one_step() -> None:
+    """Rows 6, 10 and 29: one window, a target of text for each token but the first and a label for each
+    document, and each term has its own denominator."""
+    documents = [one for one in draw("sequence") if one.labels]
+    for document in documents:
+        document.weight = 1.0
+    model = build_classifier("sequence")
+    head = nn.Linear(32, VOCABULARY, bias=False, dtype=torch.float64)
+    text_sum, num_text = 0.0, 0
+    with torch.no_grad():
+        for document in documents:
+            ids = torch.tensor([document.tokens])
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            text_sum += nn.functional.cross_entropy(head(hidden[:-1]), ids[0, 1:], reduction="sum").item()
+            num_text += len(document.tokens) - 1
+    answer = label_answer(model, documents)
+    units = [[Document(one.tokens)] for one in documents]
+    labels = torch.tensor([int(one.labels[0][1]) for one in documents])
+    batch = label_documents(build_batch(units, WINDOW), labels)
+    made = Classification()
+    ledger = Ledger([Term("text"), *made.terms], measures=made.measures)
+    with ledger.step([batch]) as step, torch.no_grad():
+        made(model, step, batch)
+        hidden = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state[0]
+        step.loss(hidden, head.weight, batch, term="text")
+    metrics = step.metrics()
+    assert metrics["loss/text"] == pytest.approx(text_sum / num_text, rel=1e-10)
+    assert metrics[f"loss/{TERM}"] == pytest.approx(answer.loss, rel=1e-10)
+    assert metrics["tokens/loss"] == num_text + len(documents)
+
+
+def test_a_model_without_a_head_for_it_is_named() -> None:
+    made = Classification()
+    batch = PackedBatch.empty(8)
+    with Ledger(made.terms, measures=made.measures).step([batch]) as step:
+        with pytest.raises(ValueError, match="Sequential has no linear layer score or classifier"):
+            LossModel(nn.Sequential(nn.Linear(2, 2)))(step, batch, made)
+        step.add(TERM, torch.zeros(8), batch)
 
 
 def test_a10_labels_of_a_batch_are_not_a_sequence() -> None:

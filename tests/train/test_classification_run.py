@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from isoloss import Ledger, LossModel, pack
+from isoloss.data.classification_rows import classification_format
+from isoloss.objectives.classification import Classification
 from isoloss.train.export import export_run
 from train.objective_runs import recipe_maker, run_everywhere
 from train.runs import WORDS, make_corpus, train
@@ -56,8 +60,35 @@ def test_a_run_learns_resumes_and_moves_between_layouts(corpus: Path, tmp_path: 
     rows = [json.loads(line) for line in (corpus / "documents.jsonl").read_text().splitlines()]
     batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
     best = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.argmax(-1)
+    assert_same_loss(model, tokenizer, rows)
     right = [model.config.id2label[int(one)] == row["label"] for one, row in zip(best, rows, strict=True)]
     assert sum(right) > 0.8 * len(right)
+
+
+def assert_same_loss(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> None:
+    """A45: one row at a time, or padded on either side, transformers pools the token that was trained."""
+    row_format = classification_format(tokenizer, tuple(model.config.id2label.values()))
+    documents = [document for row in rows for document in row_format.documents(row, 0)]
+    classifier = Classification()
+    with torch.no_grad():
+        windows = [row_format.complete(one) for one in pack(documents, 64, term="classification")]
+        with Ledger(classifier.terms, measures=classifier.measures).step(windows, training=False) as step:
+            for window in step:
+                LossModel(model)(step, window, classifier)
+        labels = [torch.tensor([model.config.label2id[row["label"]]]) for row in rows]
+        alone = [
+            model(**tokenizer(row["text"], return_tensors="pt"), labels=label).loss.item()
+            for row, label in zip(rows, labels, strict=True)
+        ]
+        metrics = step.metrics()
+        assert metrics["eval/tokens/loss"] == len(rows)
+        assert metrics["eval/loss"] == pytest.approx(sum(alone) / len(rows), rel=1e-5)
+        for side in ("left", "right"):
+            batch = tokenizer(
+                [row["text"] for row in rows], padding=True, padding_side=side, return_tensors="pt"
+            )
+            loss = model(**batch, labels=torch.cat(labels)).loss.item()
+            assert metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +121,24 @@ def test_a_pretrained_decoder_gets_a_new_head(corpus: Path, tmp_path: Path) -> N
     make = recipe_maker(corpus / "documents.jsonl", corpus / "tokenizer", "{type: classification}")
     overrides = (f"model.path={tmp_path / 'start'}", "model.config=null", "train.max_steps=2")
     assert train(make(tmp_path / "run", *overrides), 1, tmp_path) == []
+    start = AutoModelForSequenceClassification.from_pretrained(export_run(tmp_path / "run"))
+    again = (f"model.path={tmp_path / 'run/export-2'}", "model.config=null", "train.learning_rate=0")
+    # the same classes keep the head, others get a new one, and in another order their rows would be mixed up
+    assert train(make(tmp_path / "same", *again, "train.max_steps=1"), 1, tmp_path) == []
+    same = AutoModelForSequenceClassification.from_pretrained(export_run(tmp_path / "same"))
+    assert torch.equal(same.score.weight, start.score.weight)
+    more = ("objective.labels=[late, early, never]", "train.max_steps=1")
+    assert train(make(tmp_path / "more", *again, *more), 1, tmp_path) == []
+    new = AutoModelForSequenceClassification.from_pretrained(export_run(tmp_path / "more"))
+    assert new.score.weight.shape[0] == 3
+    (error,) = train(make(tmp_path / "mixed", *again, "objective.labels=[late, early]"), 1, tmp_path)
+    assert "classes are [early, late] in this order, those of the run [late, early]" in error
+
+
+def test_a_model_that_has_no_class_for_it_is_named(corpus: Path, tmp_path: Path) -> None:
+    make = recipe_maker(corpus / "words.jsonl", corpus / "tokenizer", "{type: classification, level: token}")
+    (error,) = train(make(tmp_path / "run", "model.config={model_type: opt}"), 1, tmp_path)
+    assert "no class for objective.type classification of model_type opt" in error
 
 
 def test_a_class_that_the_recipe_does_not_list_is_named(corpus: Path, tmp_path: Path) -> None:

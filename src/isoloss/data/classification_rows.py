@@ -25,6 +25,9 @@ from isoloss.objectives.classification import (
 Level = Literal["sequence", "token"]
 LABEL_FIELD = {"sequence": "label", "token": "labels"}
 
+MAX_COLLECTED_CLASSES = 100_000
+"""A larger index in rows is taken for something else than a class."""
+
 _LABEL, _WEIGHT, _TOKEN_LABELS = "label", "label_weight", "token_labels"
 
 
@@ -37,10 +40,10 @@ def classification_format(
 ) -> RowFormat:
     """Rows with a label: of all their text, or of each token.
 
-    Sequence level: `label` beside `text`, `messages`, `conversations` or `input_ids`. The document holds the
-    tokens that the tokenizer makes of it and no other, so that the trained model can be asked in the same
-    way. Token level: `labels` beside `input_ids`, one each, or beside `tokens`, the words of a text that are
-    joined by spaces and whose first token carries the label; null and -100 are no label.
+    Sequence level: `label` beside `text`, `messages`, `conversations`, `prompt` or `input_ids`. The document
+    holds the tokens that the tokenizer makes of it and no other, so that the trained model can be asked in
+    the same way. Token level: `labels` beside `input_ids`, one each, or beside `tokens`, the words of a text
+    that are joined by spaces and whose first token carries the label; null and -100 are no label.
 
     Args:
         tokenizer: of the model.
@@ -55,7 +58,9 @@ def classification_format(
         return RowFormat(
             terms=(CLASSIFICATION_TERM,),
             check=partial(_check_sequence, labels=reader, vocabulary_size=len(tokenizer)),
-            documents=partial(_sequence, labels=reader, tokeniser=tokeniser),
+            documents=partial(
+                _sequence, labels=reader, tokeniser=tokeniser, pad_token_id=tokenizer.pad_token_id
+            ),
             complete=_complete_sequences,
             identity=identity,
         )
@@ -78,6 +83,7 @@ def collect_classes(rows: Iterable[Mapping[str, Any]], level: Level) -> tuple[st
     """
     names: set[str] = set()
     highest = -1
+    has_numbers = False
     for row in rows:
         value = row.get(LABEL_FIELD[level])
         for label in value if isinstance(value, list) else [value]:
@@ -85,6 +91,17 @@ def collect_classes(rows: Iterable[Mapping[str, Any]], level: Level) -> tuple[st
                 names.add(label)
             elif isinstance(label, int) and not isinstance(label, bool):
                 highest = max(highest, label)
+            has_numbers |= isinstance(label, float)
+    if has_numbers:
+        raise ValueError(
+            f"objective.labels: rows hold numbers with a fraction in `{LABEL_FIELD[level]}`, which are no "
+            "classes; set objective.problem_type: regression, or give names or indices"
+        )
+    if highest >= MAX_COLLECTED_CLASSES:
+        raise ValueError(
+            f"objective.labels: rows hold the index {highest}, which would be {highest + 1} classes; write "
+            "names in the rows, or list the classes in objective.labels in the order of the indices"
+        )
     if names and highest >= 0:
         raise ValueError(
             f"objective.labels: rows hold names ({sorted(names)[0]!r}, ...) and indices ({highest}, ...); "
@@ -143,12 +160,17 @@ class _Labels:
 
 def _without_labels(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the tokens are made of: `labels` of text would be read as tokens to predict."""
-    return {name: value for name, value in row.items() if name not in ("label", "labels")}
+    kept = {name: value for name, value in row.items() if name not in ("label", "labels")}
+    prompt = kept.get("prompt")
+    if prompt is not None and kept.get("completion") is None:  # all there is: the label is the answer
+        del kept["prompt"]
+        kept.setdefault("messages" if isinstance(prompt, list) else "text", prompt)
+    return kept
 
 
 def _row_label(row: Mapping[str, Any], labels: _Labels) -> float | int:
     if row.get("label") is None:
-        raise RowError("label is missing; a row holds text, messages or input_ids, and its label")
+        raise RowError("label is missing; a row holds text, messages, prompt or input_ids, and its label")
     return labels.read(row["label"], "label")
 
 
@@ -159,10 +181,22 @@ def _check_sequence(row: Mapping[str, Any], *, labels: _Labels, vocabulary_size:
 
 
 def _sequence(
-    row: Mapping[str, Any], source: int, *, labels: _Labels, tokeniser: Tokeniser
+    row: Mapping[str, Any],
+    source: int,
+    *,
+    labels: _Labels,
+    tokeniser: Tokeniser,
+    pad_token_id: int | None,
 ) -> list[Document]:
     label = _row_label(row, labels)
     ids = tokeniser.encode(_without_labels(row))
+    if ids[-1] == pad_token_id:
+        raise RowError(
+            f"the last token of the row is {ids[-1]}, the tokenizer's padding token; transformers' "
+            "classification takes the last token that is none, so the exported model would be asked at "
+            "another token than was trained: give the tokenizer a padding token of its own, or end the row "
+            "otherwise"
+        )
     dtype = torch.float64 if labels.are_numbers else torch.int64
     extras = {_LABEL: torch.tensor(label, dtype=dtype), _WEIGHT: torch.tensor(row_weight(row))}
     return [_unlabelled(ids, source, document_extras=extras)]
@@ -187,7 +221,10 @@ def _token_labels(row: Mapping[str, Any], labels: _Labels) -> list[float | int |
     field = "tokens" if row.get("tokens") is not None else "input_ids"
     parts, given = row.get(field), row.get("labels")
     if not isinstance(parts, list) or not parts or not isinstance(given, list):
-        raise RowError(f"{field} and labels must be lists of the same length, at least one entry long")
+        raise RowError(
+            f"{field} and labels must be lists of the same length, at least one entry long; text is given as "
+            "tokens (its words) or as input_ids"
+        )
     if len(parts) != len(given):
         raise RowError(
             f"labels has {len(given)} entries for {len(parts)} {field}; give one each, null for none"

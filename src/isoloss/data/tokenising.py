@@ -88,16 +88,27 @@ class Tokeniser:
         return list(ids)
 
     def encode_words(self, words: Sequence[str]) -> tuple[list[int], list[int]]:
-        """The tokens of words joined by spaces, and the place of each word's first token."""
+        """The tokens of words joined by spaces, and the place of each word's first token.
+
+        Raises:
+            RowError: a word has no token of its own, so that no place could carry its label.
+        """
         starts, length = [], 0
         for word in words:
             starts.append(length)
             length += len(word) + 1
         ids, offsets = self._encode(" ".join(words), add_special_tokens=True)
-        places, place = [], 0
-        for start in starts:
-            while offsets[place][1] <= start:
+        places: list[int] = []
+        place = 0
+        for number, (start, word) in enumerate(zip(starts, words, strict=True)):
+            while place < len(offsets) and offsets[place][1] <= start:
                 place += 1
+            beyond = place == len(offsets) or offsets[place][0] >= start + len(word)
+            if beyond or (places and place == places[-1]):
+                raise RowError(
+                    f"tokens[{number}] is {word!r}, of which the tokenizer makes no token of its own; leave "
+                    "the word out, or join it to the one before"
+                )
             places.append(place)
         return ids, places
 

@@ -1,9 +1,9 @@
 """Labels of documents or of tokens: classes, or numbers."""
 
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isoloss.batch.document import IGNORE_INDEX
 from isoloss.batch.packed_batch import PackedBatch
@@ -16,6 +16,9 @@ ABSOLUTE_ERROR = "regression/absolute_error"
 VALUES_EXTRA = "regression_values"
 """Name of the `token_extras` with the numbers to predict, float[T], at the slots that are targets."""
 
+HEAD_NAMES = ("score", "classifier")
+"""What transformers calls the head of a decoder that classifies."""
+
 ProblemType = Literal["single_label_classification", "regression"]
 
 
@@ -26,8 +29,8 @@ class Classification:
     The target of a slot is its own label and is never shifted: a label of a document stands at the slot that
     is pooled, its last token (`label_documents`), a label of a token at the token. So `tokens/loss` counts
     labelled documents, or labelled tokens, and they are the denominator. Works on any model with
-    `base_model`, which gives hidden states, and `score`, a linear head: transformers' classes for sequence
-    and token classification of decoders.
+    `base_model`, which gives hidden states, and a linear head: transformers' classes for sequence and token
+    classification of decoders.
 
     Shown: how often the most probable class is the right one, or the mean absolute error.
 
@@ -63,10 +66,11 @@ class Classification:
         """Share of the loss of the window's labels.
 
         Raises:
-            ValueError: a window has targets and no numbers, or the head has more than one output for them.
+            ValueError: the model has no such head, a window has targets and no numbers, or the head has more
+                than one output for them.
         """
+        head = classification_head(model)
         hidden = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state[0]
-        head = model.score
         if self._is_regression:
             return self._squared_error(head(hidden), step, batch)
         name = self._term.name
@@ -98,6 +102,22 @@ class Classification:
         error = torch.where(is_target, predicted - values, 0.0)
         step.measure(ABSOLUTE_ERROR, error.abs(), batch, term=name)
         return step.add(name, error.square(), batch)
+
+
+def classification_head(model: nn.Module) -> nn.Linear:
+    """The linear layer that makes scores of hidden states.
+
+    Raises:
+        ValueError: the model has none under the names that transformers gives it.
+    """
+    children = dict(model.named_children())
+    for name in HEAD_NAMES:
+        if isinstance(children.get(name), nn.Linear):
+            return cast(nn.Linear, children[name])
+    raise ValueError(
+        f"{type(model).__name__} has no linear layer {' or '.join(HEAD_NAMES)} beside its decoder, only "
+        f"{', '.join(children)}; use a transformers class for sequence or token classification of a decoder"
+    )
 
 
 def label_documents(

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from isoloss.objectives.classification import classification_head
 from isoloss.objectives.multi_token import add_depths
 from isoloss.train.recipe import DataConfig, Recipe
 
@@ -82,8 +83,8 @@ def build_model(
         classes: names of the classes; empty for numbers, None where nothing is classified.
 
     Raises:
-        ValueError: the folder holds no model, the vocabulary is smaller than the tokenizer's, or dropout is
-            on, with which the loss would depend on the order of the work.
+        ValueError: the folder holds no model, or one whose head has the classes in another order; there is no
+            class of transformers for this objective; the vocabulary is smaller than the tokenizer's.
     """
     model = recipe.model
     dtype = getattr(torch, model.dtype)
@@ -91,10 +92,14 @@ def build_model(
     torch.manual_seed(recipe.train.seed)
     if model.path is not None:
         try:
+            if classes:
+                _check_order(AutoConfig.from_pretrained(model.path), classes)
+                head |= {"ignore_mismatched_sizes": True}  # a head of other classes is made anew
             built = model_class(recipe).from_pretrained(model.path, dtype=dtype, **head)
         except (OSError, ValueError) as error:
+            what = "causal language model" if classes is None else "model for classification"
             raise ValueError(
-                f"model.path: no causal language model can be loaded from {model.path!r} "
+                f"model.path: no {what} can be loaded from {model.path!r} "
                 f"({_first_line(error)}); give a folder with config.json and safetensors weights"
             ) from error
     else:
@@ -103,10 +108,18 @@ def build_model(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if name not in options:
                 setattr(config, name, _token_id(tokenizer, name))
-        built = model_class(recipe).from_config(config, dtype=dtype)
-    if classes is not None and built.config.pad_token_id is None:
-        # transformers' classification of several rows finds their last tokens by it
-        built.config.pad_token_id = tokenizer.pad_token_id
+        try:
+            built = model_class(recipe).from_config(config, dtype=dtype)
+        except ValueError as error:
+            raise ValueError(
+                f"model.config: transformers has no class for objective.type {recipe.objective.type} of "
+                f"model_type {config.model_type} ({_first_line(error)}); use another model_type"
+            ) from error
+    if classes is not None:
+        classification_head(built)
+        if built.config.pad_token_id is None:
+            # transformers' classification of several rows finds their last tokens by it
+            built.config.pad_token_id = tokenizer.pad_token_id
     vocabulary = built.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
         raise ValueError(
@@ -118,6 +131,16 @@ def build_model(
     if recipe.train.gradient_checkpointing:
         built.activation_checkpointing_enable({"use_reentrant": False})
     return built.train()
+
+
+def _check_order(config: Any, classes: Sequence[str]) -> None:
+    """Raise where a trained head has the classes in other rows: its answers would change places."""
+    known = [config.id2label[number] for number in sorted(config.id2label)]
+    if sorted(known) == sorted(classes) and known != list(classes):
+        raise ValueError(
+            f"its classes are [{', '.join(known)}] in this order, those of the run [{', '.join(classes)}]; "
+            "set objective.labels to the order of the model"
+        )
 
 
 def _head_options(recipe: Recipe, classes: Sequence[str] | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from isoloss.reduction.record import StepRecord
 from isoloss.reduction.step import Step
 from isoloss.topology import Topology, training_device
 from isoloss.train.checkpoint import Checkpointer, CheckpointError, find_checkpoint, read_state
-from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, transformer_blocks
+from isoloss.train.model import MODEL_FOLDER, build_model, load_tokenizer, model_class, transformer_blocks
 from isoloss.train.optimizer import build_optimizer, learning_rate_factor
 from isoloss.train.progress import ProgressDisplay, channel_table, packing_summary
 from isoloss.train.recipe import Recipe, dump_recipe, windows_per_step
@@ -431,18 +431,22 @@ class Trainer:
             self._console.print(packing_summary(read_state(newest)["lanes"]), soft_wrap=True, highlight=False)
         run_dir = shlex.quote(str(self.output_dir))
         command = self._command
-        variant, other, change = "sample", "objective.loss_reduction=sample", "another weighting of documents"
-        if self.recipe.objective.type == "preference":
-            variant, other, change = "ipo", "objective.loss_type=ipo", "another loss of pairs"
+        objective = self.recipe.objective
+        pooled = objective.type == "classification" and objective.level == "sequence"
+        suffix, override, other = (
+            ("sample", "objective.loss_reduction=sample", "with another weighting of documents")
+            if objective.type != "preference" and not pooled  # which have one loss a pair, or a document
+            else ("seed-1", "train.seed=1", "from another start, with another order of the data")
+        )
         self._console.print(
             f"The run is in {self.output_dir}: metrics.jsonl has its numbers, recipe.yaml how it was made, "
             "packing/ the rows that were not packed whole.\n"
             "What to try next:\n"
             f"  {command} export {run_dir}\n"
-            "      a folder for transformers: AutoModelForCausalLM.from_pretrained\n"
-            f"  {command} train {run_dir}/recipe.yaml train.output_dir={run_dir}-{variant} "
-            f"{other}\n"
-            f"      the same run with {change}\n"
+            f"      a folder for transformers: {model_class(self.recipe).__name__}.from_pretrained\n"
+            f"  {command} train {run_dir}/recipe.yaml train.output_dir={run_dir}-{suffix} "
+            f"{override}\n"
+            f"      the same run {other}\n"
             f"  {command} train --help\n"
             "      every key of a recipe",
             highlight=False,
