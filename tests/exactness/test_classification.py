@@ -23,7 +23,7 @@ from exactness.objective_driving import (
     differences,
     run_trial,
 )
-from isoloss import Document, Layout, Ledger, LossModel, PackedBatch, Term, Topology
+from isoloss import Document, Layout, Ledger, LossModel, PackedBatch, Step, Term, Topology
 from isoloss.batch.collation import build_batch
 from isoloss.objectives.classification import VALUES_EXTRA, Classification, label_documents
 from oracle.classification import CLASSES, LabelAnswer, LabelledDocument, build_classifier, label_answer
@@ -198,7 +198,8 @@ def test_a_shifted_label_would_show() -> None:
 
 
 def _one_too_early(batch: PackedBatch) -> PackedBatch:
-    return _with_targets(batch, batch.targets[TERM].roll(-1))
+    belongs = (batch.document_ids >= 0) & (batch.document_ids.roll(-1) == batch.document_ids)
+    return _with_targets(batch, torch.where(belongs, batch.targets[TERM].roll(-1), -100))
 
 
 def _without_the_first(batch: PackedBatch) -> PackedBatch:
@@ -242,16 +243,19 @@ def test_row_6_text_and_labels_in_one_step() -> None:
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
             text_sum += nn.functional.cross_entropy(head(hidden[:-1]), ids[0, 1:], reduction="sum").item()
             num_text += len(document.tokens) - 1
-    answer = label_answer(model, documents)
+    answer = label_answer(model, documents, num_channels=3)
     units = [[Document(one.tokens)] for one in documents]
     labels = torch.tensor([int(one.labels[0][1]) for one in documents])
     batch = label_documents(build_batch(units, WINDOW), labels)
     made = Classification()
     ledger = Ledger([Term("text"), *made.terms], measures=made.measures)
+
+    def both(inner: Any, step: Step, window: PackedBatch) -> torch.Tensor:
+        hidden = inner.base_model(**window.model_inputs(), use_cache=False).last_hidden_state[0]
+        return made(inner, step, window) + step.loss(hidden, head.weight, window, term="text")
+
     with ledger.step([batch]) as step, torch.no_grad():
-        made(model, step, batch)
-        hidden = model.base_model(**batch.model_inputs(), use_cache=False).last_hidden_state[0]
-        step.loss(hidden, head.weight, batch, term="text")
+        LossModel(model)(step, batch, both)
     metrics = step.metrics()
     assert metrics["loss/text"] == pytest.approx(text_sum / num_text, rel=1e-10)
     assert metrics[f"loss/{TERM}"] == pytest.approx(answer.loss, rel=1e-10)
