@@ -113,7 +113,7 @@ def labelled_rows(files: Iterable[Path], max_rows: int) -> tuple[Rows, dict[str,
     seen: set[str] = set()
     for file in files:
         topic = topic_of.get(file.relative_to(library).parts[0].removesuffix(".py"))
-        if topic is None:
+        if topic is None or counts[topic] == max_rows:
             continue
         for source, text in docstrings(file):
             if len(text) >= MIN_CHARACTERS and text not in seen and counts[topic] < max_rows:

@@ -29,6 +29,7 @@ from isoloss.losses.linear_cross_entropy import (
 )
 from isoloss.losses.preference import preference_losses
 from isoloss.losses.router import balancing_loss, router_z_loss
+from isoloss.objectives.classification import Classification, label_documents
 from isoloss.objectives.loss_model import LossModel
 from isoloss.objectives.multi_token import MultiToken, add_depths, look_ahead
 from isoloss.objectives.preference import Preference
@@ -48,6 +49,7 @@ __all__ = [
     "IGNORE_INDEX",
     "AuditCase",
     "AuditResult",
+    "Classification",
     "Document",
     "GradientSum",
     "Layout",
@@ -68,6 +70,7 @@ __all__ = [
     "Trainer",
     "add_depths",
     "balancing_loss",
+    "label_documents",
     "clip_grad_norm_",
     "linear_cross_entropy",
     "linear_kl_divergence",
