@@ -27,11 +27,14 @@ from isoloss.losses.linear_cross_entropy import (
     linear_kl_divergence,
     linear_log_probs,
 )
+from isoloss.losses.policy import PolicyOutput, clipped_policy_losses
 from isoloss.losses.preference import preference_losses
 from isoloss.losses.router import balancing_loss, router_z_loss
 from isoloss.objectives.classification import Classification, label_documents
+from isoloss.objectives.distillation import Distillation
 from isoloss.objectives.loss_model import LossModel
 from isoloss.objectives.multi_token import MultiToken, add_depths, look_ahead
+from isoloss.objectives.policy_gradient import PolicyGradient
 from isoloss.objectives.preference import Preference
 from isoloss.parallel.routers import RouterLosses
 from isoloss.reduction.gradients import GradientSum, clip_grad_norm_, sum_gradients
@@ -50,6 +53,7 @@ __all__ = [
     "AuditCase",
     "AuditResult",
     "Classification",
+    "Distillation",
     "Document",
     "GradientSum",
     "Layout",
@@ -60,6 +64,8 @@ __all__ = [
     "PackedBatch",
     "PackingRecord",
     "Preference",
+    "PolicyGradient",
+    "PolicyOutput",
     "Recipe",
     "RouterLosses",
     "Step",
@@ -72,6 +78,7 @@ __all__ = [
     "balancing_loss",
     "label_documents",
     "clip_grad_norm_",
+    "clipped_policy_losses",
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linear_log_probs",
