@@ -3,9 +3,9 @@
     python recipes/prepare_policy.py [--policy runs/quickstart/export-200] [--output runs/policy-data]
     python recipes/prepare_policy.py --measure MODEL        mean reward of MODEL on held-out questions
 
-The questions are those of the quickstart ("What does this function do?"). The rule wants answers that are
-one short sentence: 1 for an answer that stops by itself within 32 tokens, on one line, with a full stop; 0
-for any other. It is a rule that can be checked in a line of Python, not one that makes answers true.
+The questions are those of the quickstart ("What does this function do?"). The rule wants plain prose: the
+reward of an answer is the share of its characters that are letters or blanks. It is a rule that fits in a
+line of Python, not one that makes answers true: the quickstart's model is far too small for that.
 
 Each line of answers.jsonl is one sampled answer:
 
@@ -132,11 +132,9 @@ def sample(folder: Path, questions: list[Any]) -> Iterator[list[tuple[list[int],
 
 
 def rule(answer: list[int], tokenizer: Any) -> float:
-    """1 for one short sentence, 0 for anything else."""
-    if answer[-1] != tokenizer.eos_token_id:
-        return 0.0
-    text = tokenizer.decode(answer[:-1])
-    return float(len(text) >= 10 and text.endswith(".") and "\n" not in text)
+    """Share of characters that are letters or blanks; 0 for an empty answer."""
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    return sum(one.isalpha() or one == " " for one in text) / max(len(text), 1)
 
 
 @torch.no_grad()
