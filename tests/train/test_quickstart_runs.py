@@ -86,9 +86,9 @@ def test_twelve_steps_killed_on_two_ranks_and_resumed_on_four(
     [
         ("quickstart", "parallel.sp_size=2"),
         ("quickstart", "parallel.cp_size=2"),
-        ("quickstart", "parallel.tp_size=2"),
+        pytest.param("quickstart", "parallel.tp_size=2", marks=pytest.mark.slow),
         ("quickstart-moe", "parallel.ep_size=2"),
-        ("quickstart-moe", "parallel.cp_size=2"),
+        pytest.param("quickstart-moe", "parallel.cp_size=2", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_ten_losses_are_those_of_one_process(

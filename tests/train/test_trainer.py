@@ -48,7 +48,7 @@ def test_the_run_learns_and_logs_every_step(reference: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("kill_after_step", [1, 4, 8, 11])
+@pytest.mark.parametrize("kill_after_step", [1, pytest.param(4, marks=pytest.mark.slow), 8, 11])
 def test_a_run_killed_and_resumed_is_the_same_to_the_bit(
     corpus: Path, reference: Path, tmp_path: Path, kill_after_step: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_run_killed_and_resumed_is_the_same_to_the_bit(
         (2, ["parallel.cp_size=2", "train.gradient_checkpointing=true"]),
         (4, ["parallel.sp_size=2", "parallel.cp_size=2"]),
         (2, ["parallel.tp_size=2"]),
-        (4, ["parallel.tp_size=2"]),
+        pytest.param(4, ["parallel.tp_size=2"], marks=pytest.mark.slow),
     ],
 )
 def test_the_layout_of_the_ranks_changes_nothing(
