@@ -27,7 +27,7 @@ def findings(target: str, world_size: int, folder: Path) -> list[Finding]:
     if world_size == 1:
         _rank_entry(target, 1, str(output))
     else:
-        run_on_ranks(world_size, _rank_entry, target, world_size, str(output), timeout_s=240)
+        run_on_ranks(world_size, _rank_entry, target, world_size, str(output), timeout_s=1200)
     return [Finding(**values) for values in json.loads(output.read_text())]
 
 
@@ -42,6 +42,7 @@ def test_our_own_step_passes_in_every_layout(tmp_path: Path, world_size: int) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # nearly a hundred layouts on four ranks
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_our_own_step_passes_on_many_ranks(tmp_path: Path, world_size: int) -> None:
     assert [f.layout for f in findings("self", world_size, tmp_path) if not f.passed] == []
