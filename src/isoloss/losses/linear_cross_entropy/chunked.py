@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoloss.losses.linear_cross_entropy.huge_pages import advise_huge_pages
 from isoloss.losses.linear_cross_entropy.problem import (
     LinearCrossEntropyOutput,
     Problem,
@@ -479,8 +478,6 @@ def _compute_in_chunks(
             hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
             for _ in range(2 if overlaps else 1)
         ]
-        for buffer in buffers:
-            advise_huge_pages(buffer)
     block = block_rows(chunk, vocabulary, hidden.device)
 
     def run_chunk(start: int, buffer: Tensor) -> Generator[None, None, None]:
@@ -645,15 +642,11 @@ def _saved_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _new_gradient(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    gradient = torch.empty(tensor.shape, dtype=dtype or _saved_dtype(tensor), device=tensor.device)
-    advise_huge_pages(gradient)
-    return gradient.zero_()
+    return torch.zeros(tensor.shape, dtype=dtype or _saved_dtype(tensor), device=tensor.device)
 
 
 def _new_sum(like: Tensor, dtype: torch.dtype, num_rows: int) -> Tensor:
     """Contiguous memory for a sum over rows, zeros if there are none to write it."""
     if num_rows == 0:
         return torch.zeros(like.shape, dtype=dtype, device=like.device)
-    total = torch.empty(like.shape, dtype=dtype, device=like.device)
-    advise_huge_pages(total)
-    return total
+    return torch.empty(like.shape, dtype=dtype, device=like.device)

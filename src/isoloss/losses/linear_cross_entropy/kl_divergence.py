@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from isoloss.losses.linear_cross_entropy.chunked import choose_product_dtype, chunked_linear_cross_entropy
-from isoloss.losses.linear_cross_entropy.huge_pages import advise_huge_pages
 from isoloss.losses.linear_cross_entropy.interface import find_vocabulary_shard
 from isoloss.losses.linear_cross_entropy.problem import (
     LinearCrossEntropyOutput,
@@ -327,7 +326,6 @@ class _TeacherChunks:
         num_rows, classes = chunk.logits.shape
         if self.buffer is None:  # the first chunk is the largest
             self.buffer = chunk.logits.new_empty((num_rows, classes), dtype=self.product_dtype)
-            advise_huge_pages(self.buffer)
         out = self.buffer[:num_rows]
         x = chunk.take(self.hidden).to(self.dtype) * self.scale
         torch.mm(x.to(self.product_dtype), self.weight.T, out=out)
