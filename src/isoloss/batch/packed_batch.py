@@ -142,6 +142,44 @@ class PackedBatch:
             Layout([], padded_length=window),
         )
 
+    def with_terms(
+        self,
+        targets: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None = None,
+        token_extras: Mapping[str, Tensor] | None = None,
+    ) -> "PackedBatch":
+        """The whole window with targets of further terms, their weights, and further values per slot.
+
+        What a name stood for before is replaced.
+
+        Args:
+            targets: as when a batch is made; each term is counted anew.
+            weights: of these terms; those of a term left out are as before.
+            token_extras: further values per slot.
+
+        Raises:
+            ValueError: as when a batch is made.
+        """
+        return PackedBatch(
+            self.input_ids,
+            self.targets | dict(targets),
+            self.layout,
+            self.weights | dict(weights or {}),
+            self.token_extras | dict(token_extras or {}),
+            self.document_extras,
+        )
+
+    def num_targets(self, term: str) -> int:
+        """Targets of a term in the whole window, also where this is a shard of it."""
+        counts = self.counts.get(term)
+        return 0 if counts is None else int(counts.num_targets.sum())
+
+    def is_target(self, term: str) -> Tensor:
+        """Whether each slot is a target of a term, bool[T]."""
+        if term not in self.targets:
+            return torch.zeros_like(self.input_ids, dtype=torch.bool)
+        return self.targets[term] != IGNORE_INDEX
+
     def count_loss_tokens(self, terms: Iterable[str]) -> Tensor:
         """Slots of each document that are a target of any of `terms`, int64[documents]; of a whole window."""
         scored = torch.zeros(len(self), dtype=torch.bool)

@@ -77,13 +77,10 @@ def policy_format(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> RowFor
 
 def _label_text(batch: PackedBatch) -> PackedBatch:
     """The distilled labels, with their weights, as targets of the cross entropy too."""
-    targets = batch.targets | {TEXT_TERM: batch.targets[DISTILLATION_TERM]}
-    weights = dict(batch.weights)
-    if DISTILLATION_TERM in weights:
-        weights[TEXT_TERM] = weights[DISTILLATION_TERM]
-    return PackedBatch(
-        batch.input_ids, targets, batch.layout, weights, batch.token_extras, batch.document_extras
-    )
+    weights = {}
+    if DISTILLATION_TERM in batch.weights:
+        weights[TEXT_TERM] = batch.weights[DISTILLATION_TERM]
+    return batch.with_terms({TEXT_TERM: batch.targets[DISTILLATION_TERM]}, weights)
 
 
 def _check_distilled(

@@ -91,15 +91,12 @@ class Classification:
         values = torch.zeros_like(predicted)
         if VALUES_EXTRA in batch.token_extras:
             values = batch.token_extras[VALUES_EXTRA].to(predicted)
-        elif name in batch.counts and int(batch.counts[name].num_targets.sum()):
+        elif batch.num_targets(name):
             raise ValueError(
                 f"the window has targets of {name!r} and no token_extras[{VALUES_EXTRA!r}]; give the numbers "
                 "to predict at their slots (label_documents does)"
             )
-        is_target = torch.zeros_like(predicted, dtype=torch.bool)
-        if name in batch.targets:
-            is_target = batch.targets[name].to(predicted.device) != IGNORE_INDEX
-        error = torch.where(is_target, predicted - values, 0.0)
+        error = torch.where(batch.is_target(name), predicted - values, 0.0)
         step.measure(ABSOLUTE_ERROR, error.abs(), batch, term=name)
         return step.add(name, error.square(), batch)
 
@@ -155,7 +152,7 @@ def label_documents(
         dtype=torch.int64,
     )
     targets = torch.full((len(batch),), IGNORE_INDEX)
-    extras = dict(batch.token_extras)
+    extras: dict[str, Tensor] = {}
     if labels.is_floating_point():
         is_labelled = ~labels.isnan()
         targets[last[is_labelled]] = 0
@@ -163,10 +160,8 @@ def label_documents(
         extras[VALUES_EXTRA][last[is_labelled]] = labels[is_labelled].to(torch.float64)
     else:
         targets[last] = labels.to(torch.int64)
-    own_weights = dict(batch.weights)
+    own_weights: dict[str, Tensor] = {}
     if weights is not None:
         own_weights[term] = torch.zeros(len(batch))
         own_weights[term][last] = weights.to(torch.float32)
-    return PackedBatch(
-        batch.input_ids, {**batch.targets, term: targets}, layout, own_weights, extras, batch.document_extras
-    )
+    return batch.with_terms({term: targets}, own_weights, extras)

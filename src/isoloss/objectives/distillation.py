@@ -72,29 +72,28 @@ class Distillation:
         """
         hidden, head = run_decoder(model, batch)
         options = head_options(model, head)
-        kernel = partial(linear_kl_divergence, teacher=self._ask(step, batch, hidden[0]), **self._options)
+        kernel = partial(linear_kl_divergence, teacher=self._ask(step, batch), **self._options)
         share = step.loss(hidden, head.weight, batch, term=DISTILLATION_TERM, kernel=kernel, **options)
         if len(self._terms) > 1:
             share = share + step.loss(hidden, head.weight, batch, term=TEXT_TERM, **options)
         return share
 
-    def _ask(self, step: Step, batch: PackedBatch, rows: Tensor) -> TeacherLogits | TeacherTopK:
+    def _ask(self, step: Step, batch: PackedBatch) -> TeacherLogits | TeacherTopK:
         if self._teacher is not None:
             with torch.no_grad():
                 made: TeacherLogits = self._teacher(step, batch, _logits_of)
                 return made
-        extras, device = batch.token_extras, rows.device
+        extras = batch.token_extras
         if TEACHER_IDS_EXTRA not in extras or TEACHER_LOG_PROBS_EXTRA not in extras:
-            counts = batch.counts.get(DISTILLATION_TERM)
-            if counts is not None and int(counts.num_targets.sum()):
+            if batch.num_targets(DISTILLATION_TERM):
                 raise ValueError(
                     f"the window has targets and no token_extras {TEACHER_IDS_EXTRA!r} and "
                     f"{TEACHER_LOG_PROBS_EXTRA!r}; store the teacher's classes with the data, or give a "
                     "teacher"
                 )
-            nothing = torch.zeros(len(batch), 1, device=device)
+            nothing = torch.zeros(len(batch), 1, device=batch.input_ids.device)
             return TeacherTopK(nothing.to(torch.int64), nothing)
-        return TeacherTopK(extras[TEACHER_IDS_EXTRA].to(device), extras[TEACHER_LOG_PROBS_EXTRA].to(device))
+        return TeacherTopK(extras[TEACHER_IDS_EXTRA], extras[TEACHER_LOG_PROBS_EXTRA])
 
 
 def _logits_of(model: Any, step: Step, batch: PackedBatch) -> TeacherLogits:

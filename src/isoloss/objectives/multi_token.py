@@ -105,7 +105,8 @@ def look_ahead(batch: PackedBatch, num_depths: int, *, term: str = TEXT_TERM) ->
         The window with targets "mtp_1" to "mtp_D" and `token_extras` "tokens_ahead".
     """
     documents = batch.document_ids
-    targets, weights = dict(batch.targets), dict(batch.weights)
+    targets: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     ahead = torch.full((len(batch), num_depths), -1, dtype=torch.int64)
     for depth in range(1, num_depths + 1):
         stays = torch.zeros(len(batch), dtype=torch.bool)
@@ -119,8 +120,7 @@ def look_ahead(batch: PackedBatch, num_depths: int, *, term: str = TEXT_TERM) ->
             moved_weights = torch.zeros_like(batch.weights[term])
             moved_weights[:-depth] = batch.weights[term][depth:]
             weights[depth_term(depth)] = torch.where(stays, moved_weights, 0.0)
-    extras = batch.token_extras | {AHEAD_EXTRA: ahead}
-    return PackedBatch(batch.input_ids, targets, batch.layout, weights, extras, batch.document_extras)
+    return batch.with_terms(targets, weights, {AHEAD_EXTRA: ahead})
 
 
 @final

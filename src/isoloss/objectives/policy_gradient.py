@@ -5,7 +5,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from isoloss.batch.document import IGNORE_INDEX
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.losses.policy import clipped_policy_losses
 from isoloss.objectives.loss_model import head_log_probs
@@ -62,13 +61,11 @@ class PolicyGradient:
         log_probs = head_log_probs(model, step, batch, term=name)
         advantages, old = torch.zeros_like(log_probs), log_probs.detach()
         # Whatever stands where nothing was sampled: through exp, even 0 * NaN would reach the gradient.
-        is_target = torch.zeros_like(log_probs, dtype=torch.bool)
-        if name in batch.targets:
-            is_target = batch.targets[name].to(log_probs.device) != IGNORE_INDEX
+        is_target = batch.is_target(name)
         if ADVANTAGES_EXTRA in batch.token_extras:
             advantages = batch.token_extras[ADVANTAGES_EXTRA].to(log_probs)
             advantages = torch.where(is_target, advantages, 0.0)
-        elif name in batch.counts and int(batch.counts[name].num_targets.sum()):
+        elif batch.num_targets(name):
             raise ValueError(
                 f"the window has targets of {name!r} and no token_extras[{ADVANTAGES_EXTRA!r}]; give each "
                 "sampled token its advantage, at the slot that predicts it"

@@ -35,7 +35,7 @@ def count_windows(
         blocks["targets"].append(
             blocks["weights"][-1]
             if term.reduction == "source"
-            else sum(_num_targets(window, term.name) for window in windows)
+            else sum(window.num_targets(term.name) for window in windows)
         )
         blocks["channel_weights"] += _by_channel(weights, channels, declaration)
     declared = {term.name for term in declaration.terms}
@@ -49,9 +49,7 @@ def count_windows(
     blocks["documents"] = [sum(layout.num_documents for layout in layouts)]
     blocks["digest"] = [sum(digest_documents(window) for window in windows)]
     blocks["unknown_term"] = [
-        sum(
-            _num_targets(window, name) for window in windows for name in window.counts if name not in declared
-        )
+        sum(window.num_targets(name) for window in windows for name in window.counts if name not in declared)
     ]
     if declaration.channels:
         lengths = [length for layout in layouts for length in layout.document_lengths]
@@ -90,11 +88,6 @@ def _term_weights(window: PackedBatch, term: Term) -> Tensor:
     if counts is None:
         return torch.zeros(len(window.layout.document_lengths), dtype=torch.float64)
     return weigh_documents(counts, term.reduction, window.layout)
-
-
-def _num_targets(window: PackedBatch, term: str) -> int:
-    counts = window.counts.get(term)
-    return 0 if counts is None else int(counts.num_targets.sum())
 
 
 def _loss_tokens(window: PackedBatch, declared: set[str]) -> Tensor:
