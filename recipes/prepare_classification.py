@@ -13,14 +13,8 @@ from the modules that are read, and nothing is downloaded.
 
 import argparse
 import ast
-import hashlib
 import inspect
-import json
-import os
-import shutil
-import sys
 import sysconfig
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -28,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import prepare_quickstart
-from prepare_quickstart import source_files, train_tokenizer
+from prepare_quickstart import (
+    corpus_folder,
+    fingerprint_scripts,
+    is_made_by,
+    source_files,
+    train_tokenizer,
+    write_manifest,
+    write_rows,
+)
 
 TOPICS = {
     "files": "bz2 csv fileinput filecmp fnmatch genericpath glob gzip io _pyio lzma mailbox netrc ntpath os "
@@ -71,36 +73,23 @@ def main() -> None:
 
 def fingerprint() -> dict[str, str]:
     """What the corpus depends on: the scripts and the Python that runs them."""
-    scripts = (__file__, prepare_quickstart.__file__)
-    digest = hashlib.sha256(b"".join(Path(script).read_bytes() for script in scripts)).hexdigest()
-    return {"python": sys.version, "script": digest}
+    return fingerprint_scripts(Path(__file__), Path(prepare_quickstart.__file__))
 
 
 def is_current(output: Path) -> bool:
     """Whether `output` holds the corpus that this script would make."""
-    manifest = output / "manifest.json"
-    return manifest.is_file() and json.loads(manifest.read_text())["made_by"] == fingerprint()
+    return is_made_by(fingerprint(), output)
 
 
 def make_corpus(output: Path, max_rows: int = MAX_ROWS) -> dict[str, int]:
-    """Write sources, tokenizer and manifest to `output`; return the rows kept of each class.
-
-    Everything is written beside `output` and moved there at the end, so that it is there whole or not at all.
-    """
+    """Write sources, tokenizer and manifest to `output`; return the rows kept of each class."""
     rows, counts = labelled_rows(source_files(), max_rows)
     tokenizer = train_tokenizer(row["text"] for name in rows for row in rows[name])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}-") as directory:
-        made = Path(directory) / "corpus"
-        made.mkdir()
+    with corpus_folder(output) as made:
         for name, own in rows.items():
-            with (made / f"{name}.jsonl").open("w", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in own)
+            write_rows(made / f"{name}.jsonl", own)
         tokenizer.save_pretrained(made / "tokenizer")
-        manifest = {"made_by": fingerprint(), "rows": counts}
-        (made / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        shutil.rmtree(output, ignore_errors=True)
-        os.replace(made, output)
+        write_manifest(made, fingerprint(), rows=counts)
     return counts
 
 

@@ -14,17 +14,23 @@ is imported from the modules that are read, and nothing is downloaded.
 
 import argparse
 import hashlib
-import json
-import os
 import re
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prepare_quickstart import as_text, qa_rows, source_files, train_tokenizer
+import prepare_quickstart
+from prepare_quickstart import (
+    as_text,
+    corpus_folder,
+    fingerprint_scripts,
+    is_made_by,
+    qa_rows,
+    source_files,
+    train_tokenizer,
+    write_manifest,
+    write_rows,
+)
 
 MAX_ANSWER_CHARACTERS = 240
 MIN_ANSWER_CHARACTERS = 30
@@ -45,35 +51,22 @@ def main() -> None:
 
 def fingerprint() -> dict[str, str]:
     """What the pairs depend on: the scripts and the Python that runs them."""
-    scripts = [Path(__file__), Path(__file__).with_name("prepare_quickstart.py")]
-    digest = hashlib.sha256(b"".join(script.read_bytes() for script in scripts)).hexdigest()
-    return {"python": sys.version, "scripts": digest}
+    return fingerprint_scripts(Path(__file__), Path(prepare_quickstart.__file__))
 
 
 def is_current(output: Path) -> bool:
     """Whether `output` holds the pairs that these scripts would make."""
-    manifest = output / "manifest.json"
-    return manifest.is_file() and json.loads(manifest.read_text())["made_by"] == fingerprint()
+    return is_made_by(fingerprint(), output)
 
 
 def make_corpus(output: Path, max_files: int | None = None) -> int:
-    """Write pairs, tokenizer and manifest to `output`; return the number of pairs.
-
-    The folder appears whole or not at all: it is made beside `output` and then renamed.
-    """
+    """Write pairs, tokenizer and manifest to `output`; return the number of pairs."""
     pairs = list(pair_rows(source_files()[:max_files]))
     tokenizer = train_tokenizer(as_text({"messages": row["prompt"] + row["chosen"]}) for row in pairs)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}-") as directory:
-        made = Path(directory) / "corpus"
-        made.mkdir()
-        with (made / "pairs.jsonl").open("w", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs)
+    with corpus_folder(output) as made:
+        write_rows(made / "pairs.jsonl", pairs)
         tokenizer.save_pretrained(made / "tokenizer")
-        manifest = {"made_by": fingerprint(), "pairs": len(pairs)}
-        (made / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        shutil.rmtree(output, ignore_errors=True)
-        os.replace(made, output)
+        write_manifest(made, fingerprint(), pairs=len(pairs))
     return len(pairs)
 
 

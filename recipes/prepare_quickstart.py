@@ -24,6 +24,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,21 +87,54 @@ def main() -> None:
 
 def fingerprint() -> dict[str, str]:
     """What the corpus depends on: this script and the Python that runs it."""
-    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return {"python": sys.version, "script": script}
+    return fingerprint_scripts(Path(__file__))
 
 
 def is_current(output: Path) -> bool:
     """Whether `output` holds the corpus that this script would make."""
+    return is_made_by(fingerprint(), output)
+
+
+def fingerprint_scripts(*scripts: Path) -> dict[str, str]:
+    """What a corpus depends on that `scripts` make: them and the Python that runs them."""
+    digest = hashlib.sha256(b"".join(script.read_bytes() for script in scripts)).hexdigest()
+    return {"python": sys.version, "script": digest}
+
+
+def is_made_by(made_by: dict[str, str], output: Path) -> bool:
+    """Whether `output` holds a corpus with this fingerprint."""
     manifest = output / "manifest.json"
-    return manifest.is_file() and json.loads(manifest.read_text())["made_by"] == fingerprint()
+    return manifest.is_file() and json.loads(manifest.read_text())["made_by"] == made_by
+
+
+@contextmanager
+def corpus_folder(output: Path) -> Iterator[Path]:
+    """A new folder to write to, which takes the place of `output` when the block ends without an exception.
+
+    It lies beside `output` until then, so that a corpus is there whole or not at all.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}-") as directory:
+        made = Path(directory) / "corpus"
+        made.mkdir()
+        yield made
+        shutil.rmtree(output, ignore_errors=True)
+        os.replace(made, output)
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Rows as lines of JSON."""
+    with file.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_manifest(corpus: Path, made_by: dict[str, str], **facts: Any) -> None:
+    """What `is_made_by` reads, with `facts` beside it."""
+    (corpus / "manifest.json").write_text(json.dumps({"made_by": made_by, **facts}, indent=2))
 
 
 def make_corpus(output: Path, max_tokens: dict[str, int] = MAX_TOKENS) -> dict[str, int]:
-    """Write sources, tokenizer and manifest to `output`; return the tokens kept of each source.
-
-    Everything is written beside `output` and moved there at the end, so that it is there whole or not at all.
-    """
+    """Write sources, tokenizer and manifest to `output`; return the tokens kept of each source."""
     files = source_files()
     rows = {"code": code_rows(files), "docs": docs_rows(), "qa": qa_rows(files)}
     texts: dict[str, list[dict[str, Any]]] = {}
@@ -109,26 +143,20 @@ def make_corpus(output: Path, max_tokens: dict[str, int] = MAX_TOKENS) -> dict[s
         print(f"quickstart data: {name}: read {len(texts[name]):,} rows", flush=True)
     print(f"quickstart data: training a byte-level BPE tokenizer of {VOCABULARY} tokens", flush=True)
     tokenizer = train_tokenizer(as_text(row) for name in texts for row in texts[name])
-    output.parent.mkdir(parents=True, exist_ok=True)
     counts = {}
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}-") as directory:
-        made = Path(directory) / "corpus"
-        made.mkdir()
+    with corpus_folder(output) as made:
         for name, limit in max_tokens.items():
             lengths = [len(ids) for ids in tokenizer([as_text(row) for row in texts[name]])["input_ids"]]
-            kept, counts[name] = 0, 0
-            with (made / f"{name}.jsonl").open("w", encoding="utf-8") as lines:
-                for row, length in zip(texts[name], lengths, strict=True):
-                    if counts[name] + length > limit:
-                        continue  # a shorter one may still fit
-                    lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    kept, counts[name] = kept + 1, counts[name] + length
-            print(f"quickstart data: {name}: kept {kept:,} rows, {counts[name]:,} tokens", flush=True)
+            kept, counts[name] = [], 0
+            for row, length in zip(texts[name], lengths, strict=True):
+                if counts[name] + length > limit:
+                    continue  # a shorter one may still fit
+                kept.append(row)
+                counts[name] += length
+            write_rows(made / f"{name}.jsonl", kept)
+            print(f"quickstart data: {name}: kept {len(kept):,} rows, {counts[name]:,} tokens", flush=True)
         tokenizer.save_pretrained(made / "tokenizer")
-        manifest = {"made_by": fingerprint(), "tokens": counts}
-        (made / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        shutil.rmtree(output, ignore_errors=True)
-        os.replace(made, output)
+        write_manifest(made, fingerprint(), tokens=counts)
     return counts
 
 
