@@ -85,7 +85,9 @@ ALL = Needs(True, True, True, True, True)
         (2049, 512, None, 513),
         (700, 512, None, 700),
         (800, 512, None, 400),
-        (2048, 16, None, 512),
+        (2048, 16, None, 256),
+        (2048, 256, None, 256),
+        (2048, 384, None, 410),
         (4096, 576, None, 586),
         (8192, 4096, None, 1024),
         (2048, 512, 100, 100),
@@ -100,7 +102,7 @@ def test_chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None, exp
 def test_chunks_are_equal_and_bounded(num_rows: int, hidden_size: int) -> None:
     chunk = chunk_rows(num_rows, hidden_size)
     num_chunks = -(-num_rows // chunk)
-    assert min(num_rows, 341) <= chunk <= min(num_rows, 1536)
+    assert min(num_rows, 171) <= chunk <= min(num_rows, 1536)
     assert num_chunks * chunk - num_rows < num_chunks  # the last chunk lacks less than a row for each chunk
 
 

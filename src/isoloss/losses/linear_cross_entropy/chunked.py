@@ -47,9 +47,10 @@ Kernels = Literal["torch", "triton"]
 def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -> int:
     """Rows whose logits exist at the same time, from the shape and the options alone.
 
-    Each chunk streams the weight and its gradient once, which 512 rows pay for; from there to H rows the
-    logits are no larger than the weight gradient, which exists anyway. So rows are cut into equal chunks of
-    nearly t = H, held between 512 and 1024: round(num_rows / t) of them, at least one. Rounding to the
+    Each chunk streams the weight and its gradient once, which 256 rows pay for; from there to H rows the
+    logits are no larger than the weight gradient, which exists anyway. More would cost time as well as memory:
+    pages of a new buffer are cleared when they are first touched. So rows are cut into equal chunks of
+    nearly t = H, held between 256 and 1024: round(num_rows / t) of them, at least one. Rounding to the
     nearest keeps a few rows above t from being cut in two halves, which would be slower. Free memory plays
     no part: ranks would lose step, and runs their bits.
 
@@ -70,8 +71,7 @@ def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -
         return 1
     if chunk_size is not None:
         return min(chunk_size, num_rows)
-    target = min(max(hidden_size, 512), 1024)
-    return _cut_evenly(num_rows, target)
+    return _cut_evenly(num_rows, min(max(hidden_size, 256), 1024))
 
 
 def device_chunk_rows(
