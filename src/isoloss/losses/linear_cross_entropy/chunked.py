@@ -48,7 +48,7 @@ def chunk_rows(num_rows: int, hidden_size: int, chunk_size: int | None = None) -
     """Rows whose logits exist at the same time, from the shape and the options alone.
 
     Each chunk streams the weight and its gradient once, which 256 rows pay for; from there to H rows the
-    logits are no larger than the weight gradient, which exists anyway. More would cost time as well as memory:
+    logits are no larger than the weight gradient, which exists anyway. More would cost time besides memory:
     pages of a new buffer are cleared when they are first touched. So rows are cut into equal chunks of
     nearly t = H, held between 256 and 1024: round(num_rows / t) of them, at least one. Rounding to the
     nearest keeps a few rows above t from being cut in two halves, which would be slower. Free memory plays
