@@ -264,6 +264,7 @@ def loaded(run: Run) -> Run:
 VARIANTS: Mapping[str, Callable[[], Run]] = {
     "ours": partial(loaded, run_ours),
     "ours, gradients in backward": partial(loaded, partial(run_ours, gradients="backward")),
+    "ours, chunk 512": partial(loaded, partial(run_ours, chunk_size=512)),
     "eager": partial(loaded, run_eager),
     "torch, default chunk": partial(loaded, run_torch),
     "torch, chunk 512": partial(loaded, partial(run_torch, chunk=512)),
