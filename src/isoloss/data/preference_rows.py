@@ -1,10 +1,10 @@
 """Rows of preference pairs: a prompt and two answers, the better one and the worse."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from isoloss.batch.collation import slice_document
 from isoloss.batch.document import IGNORE_INDEX, Document
 from isoloss.data.errors import RowError
 from isoloss.data.row_format import RowFormat
-from isoloss.data.rows import Conversation, check_row
+from isoloss.data.rows import Content, Conversation, check_row
 from isoloss.data.tokenising import Tokeniser
 from isoloss.objectives.preference import PREFERENCE_TERM, REFERENCE_EXTRA
 
@@ -26,6 +26,8 @@ _SHAPES = (
     "rejected_response"
 )
 _GROUP = "pair"
+
+T = TypeVar("T")
 
 
 def preference_format(
@@ -115,25 +117,36 @@ def _split_conversations(chosen: list[Any], rejected: list[Any]) -> tuple[list[A
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _check_pair(row: Mapping[str, Any], *, vocabulary_size: int, stored_reference: bool) -> bool:
+def _each_side(row: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> tuple[T, T]:
+    """What `read` makes of the chosen and of the rejected side; its errors say which one."""
     weight = {"weight": row["weight"]} if row.get("weight") is not None else {}
-    contents = []
-    for name, side in zip(("chosen", "rejected"), read_sides(row), strict=True):
+
+    def read_side(name: str, side: dict[str, Any]) -> T:
         try:
-            contents.append(check_row(side | weight, loss_on="completion", vocabulary_size=vocabulary_size))
+            return read(side | weight)
         except RowError as error:
             raise RowError(f"{name}: {error}") from error
-        content = contents[-1]
-        if isinstance(content, Conversation) and any(
-            weight not in (0.0, 1.0) for weight in content.weights("completion")
-        ):
-            raise RowError(
-                f"{name}: a message has a weight, but a pair has one loss for all of it; give the weight to "
-                "the row"
-            )
+
+    chosen, rejected = read_sides(row)
+    return read_side("chosen", chosen), read_side("rejected", rejected)
+
+
+def _check_pair(row: Mapping[str, Any], *, vocabulary_size: int, stored_reference: bool) -> bool:
+    contents = _each_side(row, partial(_check_side, vocabulary_size=vocabulary_size))
     if stored_reference:
         _references(row)
     return isinstance(contents[0], Conversation)
+
+
+def _check_side(side: dict[str, Any], *, vocabulary_size: int) -> Content:
+    content = check_row(side, loss_on="completion", vocabulary_size=vocabulary_size)
+    if isinstance(content, Conversation) and any(
+        weight not in (0.0, 1.0) for weight in content.weights("completion")
+    ):
+        raise RowError(
+            "a message has a weight, but a pair has one loss for all of it; give the weight to the row"
+        )
+    return content
 
 
 def _references(row: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -155,13 +168,7 @@ def _references(row: Mapping[str, Any]) -> list[torch.Tensor]:
 def _pair(
     row: Mapping[str, Any], source: int, *, tokeniser: Tokeniser, shared_prompt: bool, stored_reference: bool
 ) -> list[Document]:
-    weight = {"weight": row["weight"]} if row.get("weight") is not None else {}
-    sides = []
-    for name, side in zip(("chosen", "rejected"), read_sides(row), strict=True):
-        try:
-            sides.append(tokeniser.document(side | weight, source))
-        except RowError as error:
-            raise RowError(f"{name}: {error}") from error
+    sides = list(_each_side(row, lambda side: tokeniser.document(side, source)))
     if stored_reference:
         sides = [
             replace(side, document_extras={REFERENCE_EXTRA: reference})
