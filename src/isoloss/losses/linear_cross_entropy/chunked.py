@@ -353,6 +353,11 @@ class _Rows:
     is_valid: Tensor | None
     """bool[N], or None if every listed row has a target."""
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether rows are slices, and none of them is ignored."""
+        return self.index is None and self.is_valid is None
+
     def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of the list out of a per-row tensor; may be a view."""
         if self.index is not None:
@@ -463,7 +468,14 @@ def _compute_in_chunks(
     grad_weight = _new_sum(weight, dtype, rows.count) if needs.weight else None
     grad_b = _new_sum(factor, dtype, rows.count) if factor is not None and needs.b else None
 
+    # The gradient of a bias by row is that of the logits: where they are of one dtype and every row has a
+    # target, logits are made in its memory. A chunk beside it would be written, read and copied for nothing.
+    logits_memory = None
+    if rows.takes_all and not use_triton and grad_row_bias is not None:
+        logits_memory = grad_row_bias if grad_row_bias.dtype == product_dtype == dtype else None
+
     # See [Note: vocabulary shards].
+    overlaps = False
     span = rows.count if shard is None else hidden.shape[0]
     chunk = chunk_rows(span, hidden_size, problem.chunk_size)
     if use_triton:
@@ -474,10 +486,13 @@ def _compute_in_chunks(
         buffers = [triton_kernels.new_logits(hidden, min(chunk, rows.count), vocabulary, product_dtype)]
     else:
         overlaps = shard is not None and shard.overlaps and compute_rows is None and chunk < span
-        buffers = [
-            hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
-            for _ in range(2 if overlaps else 1)
-        ]
+        if logits_memory is not None:
+            buffers = list(logits_memory.split(chunk))
+        else:
+            buffers = [
+                hidden.new_empty((min(chunk, rows.count), vocabulary), dtype=product_dtype)
+                for _ in range(2 if overlaps else 1)
+            ]
     block = block_rows(chunk, vocabulary, hidden.device)
 
     def run_chunk(start: int, buffer: Tensor) -> Generator[None, None, None]:
@@ -534,7 +549,7 @@ def _compute_in_chunks(
             grad_class_bias.addmv_(logits.T, scale.squeeze(1))
         elif grad_class_bias is not None:
             grad_class_bias.add_(logits.sum(0, dtype=dtype))
-        if grad_row_bias is not None:
+        if grad_row_bias is not None and logits_memory is None:
             for low in range(start, stop, block):
                 high = min(low + block, stop)
                 part = slice(low - start, high - start)
@@ -556,15 +571,17 @@ def _compute_in_chunks(
             if grad_b is not None:
                 a_rows = a_rows if scale is None else a_rows * scale
                 _add_product_(grad_b, operand.T, a_rows.to(product_dtype), replace=is_first)
+        if logits_memory is not None and scale is not None:
+            operand.mul_(scale)
 
     chunks = [
         run_chunk(start, buffers[number % len(buffers)]) for number, start in enumerate(range(0, span, chunk))
     ]
-    if len(buffers) == 1:
+    if overlaps:
+        _interleave(chunks)
+    else:
         for steps in chunks:
             _finish(steps)
-    else:
-        _interleave(chunks)
     if shard is not None:
         grad_hidden, grad_a = _sum_over_ranks([grad_hidden, grad_a], shard)
 
