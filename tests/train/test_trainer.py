@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import resource
 import signal
+import tempfile
 from io import StringIO
 from pathlib import Path
 
@@ -275,8 +275,11 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_read(tmp_pa
 
 
 def test_a_folder_without_permission_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(ValueError, match=f"no permission to write to {tmp_path}; name another"):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)  # root may write anywhere
+    with pytest.raises(ValueError, match=rf"can be made in {tmp_path} \(Permission denied\); name another"):
         check_output_dir(tmp_path / "some" / "run")
 
 

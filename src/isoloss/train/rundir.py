@@ -1,6 +1,6 @@
 """The folder of a run."""
 
-import os
+import tempfile
 from pathlib import Path
 
 from isoloss.train.trackers import METRICS_FILE
@@ -9,14 +9,16 @@ from isoloss.train.trackers import METRICS_FILE
 def check_output_dir(output_dir: Path) -> None:
     """Raise ValueError where the folder of a run can neither be made nor written."""
     place = output_dir.absolute()
-    while not place.exists() and not place.is_symlink():
-        place = place.parent
-    if not place.is_dir():
+    try:
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        if place.is_dir():
+            # Only doing it tells: for root, permissions say yes also in /proc and on read-only disks.
+            with tempfile.TemporaryDirectory(dir=place, prefix=".isoloss-"):
+                return
         reason = f"{place} is there and is no folder"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        reason = f"there is no permission to write to {place}"
-    else:
-        return
+    except OSError as error:
+        reason = f"no folder can be made in {place} ({error.strerror})"
     raise ValueError(
         f"train.output_dir: {output_dir} cannot be written, as {reason}; name another folder, or make room "
         "for this one"
