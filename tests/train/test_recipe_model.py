@@ -1,10 +1,14 @@
 """`model.config` is checked against transformers, which itself accepts any key."""
 
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 
+from isoloss.train.model import build_model, load_tokenizer
 from isoloss.train.recipe import RecipeError, parse_recipe
 from isoloss.train.recipe_model import check_model_config
+from train.runs import make_corpus, recipe
 
 SMALL = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8}
 
@@ -102,3 +106,26 @@ def test_a_config_that_transformers_writes_is_accepted(model_type: str) -> None:
     written = AutoConfig.for_model(model_type).to_dict()
     written.pop("dtype")
     assert check_model_config(written) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts"),
+    [
+        ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}),
+        ("glm4_moe", {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}),
+    ],
+)
+def test_what_the_code_reads_and_the_class_does_not_declare(
+    tmp_path: Path, model_type: str, experts: dict[str, int]
+) -> None:
+    """The attention of these takes head_dim from the config where it is given."""
+    make_corpus(tmp_path)
+    config = {"model_type": model_type, "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16} | experts
+    made = recipe(tmp_path, tmp_path / "run", f"model.config={config}")
+    attention = build_model(made, load_tokenizer(made)).model.layers[0].self_attn
+    assert attention.q_proj.weight.shape == (4 * 16, 32)
+    assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (2 * 16, 32)
+    assert attention.o_proj.weight.shape == (32, 4 * 16)
+    (misspelt,) = check_model_config({**config, "head_dims": 16})
+    assert str(misspelt).endswith("did you mean head_dim?")

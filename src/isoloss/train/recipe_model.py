@@ -5,8 +5,11 @@ default in place.
 """
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -18,6 +21,7 @@ from isoloss.train.recipe_file import KeyPath, Problem, dotted, scalar_from_text
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_READ_BY_CODE = re.compile(r'\bgetattr\(\s*(?:self\.)?config,\s*"([A-Za-z]\w*)"')
 
 
 def check_model_config(config: Mapping[Any, Any], path: KeyPath = ("model", "config")) -> list[Problem]:
@@ -66,9 +70,18 @@ def _known_keys(default: Any) -> set[str]:
     return known
 
 
+def _keys_that_code_reads(default: Any) -> set[str]:
+    """Keys that the model asks for although its config class does not declare them, such as head_dim."""
+    folder = Path(inspect.getfile(type(default))).parent
+    sources = [path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py")]
+    return {key for source in sources for key in _READ_BY_CODE.findall(source)}
+
+
 def _check_keys(default: Any, given: Mapping[Any, Any], path: KeyPath) -> Iterator[Problem]:
     """Keys that the class of `default` does not have, and numbers written as strings, parts included."""
     known = _known_keys(default)
+    if not known.issuperset(given):
+        known |= _keys_that_code_reads(default)
     class_name = type(default).__name__
     for key, value in given.items():
         where = (*path, key)
