@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isoloss.batch.layout import Layout
 from isoloss.parallel.document_attention import Scores, attend_pieces, copy_to_device
 from isoloss.parallel.exchange import gather_heads, gather_slots, scatter_heads
+from isoloss.parallel.keyword_arguments import find_dropping_module
 from isoloss.sharding import document_pieces, window_order
 from isoloss.topology import Topology
 
@@ -54,6 +55,8 @@ def use_packed_attention(model: nn.Module) -> None:
         reason = f"it has layers of type {', '.join(other)}"
     elif model._is_stateful:
         reason = "it has recurrent layers"
+    elif (dropping := find_dropping_module(model.get_decoder(), config)) is not None:
+        reason = f"its {dropping} calls attention without the keyword arguments that bring the layout"
     else:
         return
     raise ValueError(
