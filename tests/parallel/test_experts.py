@@ -212,8 +212,9 @@ def test_experts_that_do_not_divide_are_an_error() -> None:
 
 @on_ranks(2)
 def test_a_dense_model_has_no_experts_to_spread() -> None:
-    with pytest.raises(ValueError, match="choose a factor, or ep_size=1"):
-        shard_experts(build_model(), Topology(ep_size=2))
+    message = "ep_size 2 spreads experts over ranks, but Qwen3ForCausalLM has none .*; set ep_size to 1"
+    with pytest.raises(ValueError, match=message):  # the user's model, not what wraps it
+        shard_experts(LossModel(build_model()), Topology(ep_size=2))
     model = build_moe()
     shard_experts(model, Topology())
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from isoloss.parallel.attention import is_transformers_model
 from isoloss.topology import Topology
 
 EXPERTS_NAME = "isoloss"
@@ -46,10 +47,17 @@ def shard_experts(model: nn.Module, topology: Topology) -> None:
         return
     found = find_experts(model)
     sizes = {int(experts.num_experts) for experts in found}  # type: ignore[arg-type]
-    if not found or any(size % topology.ep_size for size in sizes):
+    # a user knows the model, not what wraps it
+    name = next((type(part).__name__ for part in model.modules() if is_transformers_model(part)), "the model")
+    if not found:
         raise ValueError(
-            f"ep_size {topology.ep_size} must divide the experts of each layer, {type(model).__name__} has "
-            f"{sorted(sizes) or 'none behind transformers experts interface'}; choose a factor, or ep_size=1"
+            f"ep_size {topology.ep_size} spreads experts over ranks, but {name} has none behind "
+            "transformers' experts interface; set ep_size to 1, or use a mixture of experts that has"
+        )
+    if any(size % topology.ep_size for size in sizes):
+        raise ValueError(
+            f"ep_size {topology.ep_size} must divide the experts of each layer, {name} has {sorted(sizes)}; "
+            "choose a factor, or ep_size=1"
         )
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
