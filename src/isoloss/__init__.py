@@ -36,7 +36,7 @@ from isoloss.objectives.loss_model import LossModel
 from isoloss.objectives.multi_token import MultiToken, add_depths, look_ahead
 from isoloss.objectives.policy_gradient import PolicyGradient
 from isoloss.objectives.preference import Preference
-from isoloss.parallel.routers import RouterLosses
+from isoloss.parallel.routers import RouterLosses, update_expert_bias
 from isoloss.reduction.gradients import GradientSum, clip_grad_norm_, sum_gradients
 from isoloss.reduction.ledger import Ledger
 from isoloss.reduction.step import Step
@@ -88,6 +88,7 @@ __all__ = [
     "router_z_loss",
     "shift_targets",
     "sum_gradients",
+    "update_expert_bias",
 ]
 __version__ = "0.1.0"
 

@@ -10,12 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from exactness.driving import build_window, draw_documents
 from isoloss import Layout, Ledger, LossModel, PackedBatch, Step, Term, Topology, sum_gradients
-from isoloss.parallel.routers import RouterLosses, find_routers, router_scores, update_expert_bias
+from isoloss.parallel.routers import (
+    RouterLosses,
+    expert_biases,
+    find_routers,
+    router_scores,
+    update_expert_bias,
+)
 from isoloss.reduction.terms import Routing
 from laws.collectives import CollectiveCounter
 from oracle.mixture import EXPERTS, build_moe
@@ -436,3 +444,32 @@ def test_routing_without_losses_only_counts() -> None:
     step = step_on(loss_model, ledger)
     tokens = step.metrics()["tokens/source"]
     assert [sum(row) for row in step.record.expert_counts] == [2 * tokens, 2 * tokens]
+
+
+@on_ranks(2)
+def test_a_bias_that_is_a_parameter_moves_also_where_it_is_sharded() -> None:
+    """Some families keep it as a frozen parameter, which FSDP2 shards with the rest."""
+    topology = Topology()
+    whole = []
+    for sharded in (False, True):
+        model = sigmoid_model()
+        for router in find_routers(model):
+            bias = nn.Parameter(router.e_score_correction_bias, requires_grad=False)
+            del router.e_score_correction_bias
+            router.e_score_correction_bias = bias
+        loss_model = LossModel(model, RouterLosses(balance=None))
+        if sharded:
+            fully_shard(loss_model, mesh=topology.fsdp_mesh)
+        gradients = sum_gradients(loss_model, topology)
+        ledger = Ledger([Term("text")], topology=topology, routing=loss_model.routing)
+        documents = draw_documents(weighted=False)[dist.get_rank() :: 2]
+        window = build_window(documents, padded_length=96, channels=False)
+        with ledger.step([window], gradients=gradients) as step:
+            for batch in step:
+                loss_model(step, batch).backward()
+        update_expert_bias(model, ledger, 0.1)
+        biases = expert_biases(model)
+        assert all(isinstance(bias, DTensor) == sharded for bias in biases)
+        whole.append([bias.full_tensor() if isinstance(bias, DTensor) else bias for bias in biases])
+    for alone, spread in zip(*whole, strict=True):
+        assert alone.any() and torch.equal(alone, spread)

@@ -146,6 +146,7 @@ def test_the_quickstart_recipe_survives_a_dump() -> None:
         ("objective.loss_reduction=square", "objective", "loss_reduction", "square"),
         ("data.long_documents=split", "data", "long_documents", "split"),
         ("train.on_nonfinite=stop", "train", "on_nonfinite", "stop"),
+        ("objective.router_bias_update_rate=1e-3", "objective", "router_bias_update_rate", 1e-3),
     ],
 )
 def test_values(override: str, section: str, key: str, value: object) -> None:
@@ -264,6 +265,7 @@ def test_advice_says_how_to_convert(key: str, words: str) -> None:
         ("train.bf16=1", "must be true or false, got 1"),
         ("train.learning_rate=.nan", "must be a finite number"),
         ("train.learning_rate=-1e-3", "must be at least 0, got -0.001"),
+        ("objective.router_bias_update_rate=0", "must be above 0, got 0; change it: Balances a mixture"),
         ("train.max_grad_norm=0", "must be above 0, got 0; change it: Gradients are scaled down"),
         ("train.adam_beta2=1.0", "must be below 1, got 1.0"),
         ("train.save_steps=0", "must be at least 1, got 0"),
@@ -406,7 +408,7 @@ def test_alignment_and_window_fit_the_context_and_sequence_sizes() -> None:
 def test_a_window_for_sequence_shards_alone() -> None:
     lines = faults(GOOD, "parallel.sp_size=3")
     assert any(
-        "which parallel.sp_size = 3 = 3 does not divide; nearest that fit: 510 or 513" in line
+        "which parallel.sp_size = 3 = 3 does not divide; nearest that fit: 504 or 528" in line
         for line in lines
     )
 
@@ -414,6 +416,18 @@ def test_a_window_for_sequence_shards_alone() -> None:
 def test_the_nearest_size_is_never_zero() -> None:
     lines = faults(GOOD, "parallel.cp_size=4", "data.alignment=2")
     assert any(line.endswith("does not divide; nearest that fit: 8") for line in lines)
+
+
+def test_a_window_that_the_alignment_does_not_divide() -> None:
+    """Documents fill multiples of the alignment: those of 9 to 13 tokens would be cut at 8."""
+    message = fault(GOOD, "data.window=13")
+    assert message == (
+        "override data.window=13: data.window is 13, which data.alignment = 8 does not divide: a document of "
+        "more than 8 tokens would not fit whole; nearest that fit: 8 or 16"
+    )
+    assert parse_recipe(GOOD, ["data.window=13", "data.alignment=1"]).data.window == 13
+    fitting = fault(GOOD, "data.window=100", "parallel.sp_size=4", "data.alignment=6")
+    assert fitting.endswith("would not fit whole; nearest that fit: 96 or 108")
 
 
 def test_an_alignment_beyond_the_window() -> None:
@@ -616,3 +630,9 @@ def test_every_key_is_described() -> None:
         for field in dataclasses.fields(section):
             assert f" {field.name} (" in text
     assert "output_dir (required)  Folder of the run" in text
+
+
+@pytest.mark.parametrize("key", ["lora", "attention", "num_workers", "profile", "peak_flops"])
+def test_the_help_tells_what_is_not_built(key: str) -> None:
+    after = " ".join(describe_keys().split()).partition(f" {key} (")[2]
+    assert "not built yet" in after[:200].lower()

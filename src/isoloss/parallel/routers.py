@@ -18,6 +18,7 @@ from typing import Any, Literal, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from isoloss.batch.packed_batch import PackedBatch
 from isoloss.losses.router import (
@@ -321,20 +322,44 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, ledger: Ledger, rate: float) -> None:
-    """Balance without a loss: move the bias by which experts are chosen, after each optimizer step.
+    """Balance without a loss: move the bias by which experts are chosen, once after each optimizer step.
 
     An expert that got fewer tokens in the last training step than the mean of its layer has its bias raised
     by `rate`, one that got more has it lowered. The bias decides who is chosen and weighs nothing, so it has
-    no gradient (DeepSeek-V3). Counts are those of all ranks, so every rank makes the same change.
+    no gradient (DeepSeek-V3). Counts are those of all ranks and micro-batches, so every rank makes the same
+    change.
 
     Args:
-        model: a transformers model whose routers have `e_score_correction_bias`.
+        model: a transformers model whose routers have `e_score_correction_bias`, sharded or not.
         ledger: of the run; it declares routing, and router hooks fill it (`RouterLosses(balance=None)` where
             no loss is to be added).
         rate: the change of a step, such as 0.001.
 
     Raises:
         ValueError: a router has no such bias, or the ledger counts other routers.
+    """
+    biases = expert_biases(model)
+    counts = ledger.expert_counts
+    if counts is None:  # no training step yet
+        return
+    if len(counts) != len(biases):
+        raise ValueError(
+            f"the ledger counts experts of {len(counts)} layers, the model has {len(biases)} routers; pass "
+            "the model that the ledger's routing comes from"
+        )
+    for bias, row in zip(biases, counts, strict=True):
+        change = (rate * (row.mean() - row).sign()).to(bias.device, bias.dtype)
+        if isinstance(bias, DTensor):  # a parameter under FSDP2; every rank has the whole change
+            everywhere = [Replicate()] * bias.device_mesh.ndim
+            change = DTensor.from_local(change, bias.device_mesh, everywhere, run_check=False)
+        bias.add_(change)
+
+
+def expert_biases(model: nn.Module) -> list[Tensor]:
+    """The bias by which each router of a transformers model chooses experts, in layer order.
+
+    Raises:
+        ValueError: a router has no such bias.
     """
     routers = find_routers(model)
     tensors = [dict([*router.named_buffers(), *router.named_parameters()]) for router in routers]
@@ -343,17 +368,7 @@ def update_expert_bias(model: nn.Module, ledger: Ledger, rate: float) -> None:
             f"not every one of the {len(routers)} routers of {type(model).__name__} has {BIAS}, by which "
             "experts are chosen; balance it with a balancing loss"
         )
-    counts = ledger.expert_counts
-    if counts is None:  # no training step yet
-        return
-    if len(counts) != len(routers):
-        raise ValueError(
-            f"the ledger counts experts of {len(counts)} layers, the model has {len(routers)} routers; pass "
-            "the model that the ledger's routing comes from"
-        )
-    for owned, row in zip(tensors, counts, strict=True):
-        bias = owned[BIAS]
-        bias.add_(rate * (row.mean() - row).sign().to(bias))
+    return [owned[BIAS] for owned in tensors]
 
 
 def router_scores(model: nn.Module) -> RouterScores:

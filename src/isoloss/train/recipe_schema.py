@@ -53,10 +53,11 @@ class ModelConfig:
     """Type of the stored parameters; `train.bf16` sets the type of the computation."""
 
     attention: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
-    """Attention over packed documents: `auto` takes the fastest that this machine has."""
+    """Attention over packed documents: `auto` takes the fastest that this machine has. `varlen` and `flash`
+    are not built yet."""
 
     lora: dict[Any, Any] | None = None
-    """Options of low-rank adapters; null trains all parameters."""
+    """Options of low-rank adapters. Not built yet: only null, which trains all parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -82,7 +83,7 @@ class DataConfig:
     """List of {name, path, weight}."""
 
     window: _Count = 2048
-    """Token slots of a packed window."""
+    """Token slots of a packed window; data.alignment must divide it."""
 
     alignment: _Count = 8
     """Each document starts at a multiple of this many slots. Stored with the run; 2 * parallel.cp_size must
@@ -110,7 +111,7 @@ class DataConfig:
     """Part of every source's documents held out for evaluation; in [0, 1)."""
 
     num_workers: Annotated[_Int, Field(ge=0)] = 0
-    """Processes that prepare data beside training; 0: the training process itself."""
+    """Processes that prepare data beside training. Not built yet: only 0, the training process itself."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -126,7 +127,7 @@ class ObjectiveConfig:
         "distillation",
         "policy_gradient",
     ] = "causal_lm"
-    """The objective."""
+    """The objective; multimodal is not built yet."""
 
     loss_reduction: Literal["token", "sample", "square"] = "token"
     """Weight of a target: 1, 1 / n or 1 / sqrt(n), where n counts the targets of its document."""
@@ -196,6 +197,11 @@ class ObjectiveConfig:
     router_counts: Literal["previous_step", "window", "micro_batch"] = "previous_step"
     """Where the expert frequencies of the balancing loss come from: the whole step before, the token's own
     window, or the windows that all ranks run at the same time."""
+
+    router_bias_update_rate: Annotated[_Float, Field(gt=0)] | None = None
+    """Balances a mixture of experts without a loss: after each step the bias by which routers choose experts
+    moves by this much (such as 0.001), up where an expert got fewer tokens than the mean of its layer, down
+    where it got more. For models whose routers have such a bias (deepseek_v3, glm4_moe); null: it stays."""
 
 
 _BUILT_OBJECTIVES = (
@@ -305,10 +311,10 @@ class TrainConfig:
     """Trackers beside metrics.jsonl: [tensorboard]."""
 
     profile: _Bool = False
-    """Record a trace of a few steps in output_dir."""
+    """Record a trace of a few steps in output_dir. Not built yet: only false."""
 
     peak_flops: Annotated[_Float, Field(gt=0)] | None = None
-    """Floating-point operations per second of one device, for MFU; null: looked up by its name."""
+    """Floating-point operations per second of one device, for MFU. Not built yet: only null."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -589,7 +595,10 @@ def _check_window(data: DataConfig, parallel: ParallelConfig) -> Iterator[Proble
     # Without context parallelism no document is cut into pieces (and the two pieces of one rank are one).
     alignment_unit = 2 * cp_size if cp_size > 1 else 1
     window_unit = alignment_unit * sp_size
-    if data.alignment % alignment_unit:
+    aligned = data.alignment % alignment_unit == 0
+    # a window that fits the alignment too, unless that has to change itself
+    fitting = math.lcm(window_unit, data.alignment) if aligned else window_unit
+    if not aligned:
         message = (
             f"data.alignment is {data.alignment}, which 2 * parallel.cp_size = 2 * {cp_size} = "
             f"{alignment_unit} does not divide; nearest that fit: {_nearest(data.alignment, alignment_unit)}"
@@ -600,7 +609,7 @@ def _check_window(data: DataConfig, parallel: ParallelConfig) -> Iterator[Proble
         names = "2 * parallel.cp_size * parallel.sp_size" if cp_size > 1 else "parallel.sp_size"
         message = (
             f"data.window is {data.window}, which {names} = {arithmetic} = {window_unit} does not divide; "
-            f"nearest that fit: {_nearest(data.window, window_unit)}"
+            f"nearest that fit: {_nearest(data.window, fitting)}"
         )
         yield Problem((("data", "window"), ("parallel", "cp_size"), ("parallel", "sp_size")), message)
     if data.alignment > data.window:
@@ -609,6 +618,14 @@ def _check_window(data: DataConfig, parallel: ParallelConfig) -> Iterator[Proble
             f"use an alignment of at most {data.window}"
         )
         yield Problem((("data", "alignment"), ("data", "window")), message)
+    elif aligned and data.window % data.alignment and not data.window % window_unit:
+        longest = data.window // data.alignment * data.alignment
+        message = (
+            f"data.window is {data.window}, which data.alignment = {data.alignment} does not divide: "
+            f"a document of more than {longest} tokens would not fit whole; nearest that fit: "
+            f"{_nearest(data.window, fitting)}"
+        )
+        yield Problem((("data", "window"), ("data", "alignment")), message)
 
 
 def _nearest(size: int, unit: int) -> str:

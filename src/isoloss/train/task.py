@@ -19,7 +19,7 @@ from isoloss.objectives.multi_token import MultiToken
 from isoloss.objectives.objective import TEXT_TERM, AbstractObjective, CausalLM
 from isoloss.objectives.policy_gradient import POLICY_TERM, PolicyGradient
 from isoloss.objectives.preference import Preference
-from isoloss.parallel.routers import RouterLosses
+from isoloss.parallel.routers import BIAS, RouterLosses, expert_biases, find_routers, router_scores
 from isoloss.parallel.wrap import wrap_frozen
 from isoloss.reduction.terms import Term
 from isoloss.topology import Topology
@@ -28,6 +28,7 @@ from isoloss.train.recipe import Recipe
 
 BALANCE_TERM = "moe_balance"
 Z_TERM = "moe_z"
+ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
 
 
 def class_names(recipe: Recipe) -> tuple[str, ...] | None:
@@ -190,10 +191,45 @@ def router_terms(recipe: Recipe) -> list[Term]:
 
 
 def router_losses(recipe: Recipe) -> RouterLosses | None:
-    """Which router losses the recipe wants; None for none."""
+    """What the recipe wants of the routers: losses, or their tokens counted alone; None for neither."""
     objective = recipe.objective
     balance = BALANCE_TERM if objective.router_aux_loss_coef is not None else None
     z_loss = Z_TERM if objective.router_z_loss_coef is not None else None
-    if balance is None and z_loss is None:
+    if balance is None and z_loss is None and objective.router_bias_update_rate is None:
         return None
     return RouterLosses(balance=balance, z=z_loss, counts=objective.router_counts)
+
+
+def check_routers(recipe: Recipe, model: Any) -> None:
+    """Raise ValueError where the model does not have the routers that keys of the objective are about."""
+    objective, name = recipe.objective, type(model).__name__
+    keys = ", ".join(f"objective.{key}" for key in ROUTER_KEYS if vars(objective)[key] is not None)
+    if not keys:
+        return
+    try:
+        num_routers = len(find_routers(model))
+    except ValueError as error:
+        raise ValueError(f"{keys}: {error}. Set it to null, or train another model") from error
+    if not num_routers:
+        raise ValueError(
+            f"{keys}: {name} has no routers that transformers tells of, as a mixture of experts has; set it "
+            "to null, or train a mixture of experts, such as model.config.model_type qwen3_moe"
+        )
+    if objective.router_aux_loss_coef is not None:
+        try:
+            router_scores(model)
+        except ValueError as error:
+            raise ValueError(
+                f"objective.router_aux_loss_coef: how the routers of {name} make scores, which the "
+                "balancing loss needs, is not known here; set it to null, or train another model "
+                "(objective.router_bias_update_rate needs no scores)"
+            ) from error
+    if objective.router_bias_update_rate is not None:
+        try:
+            expert_biases(model)
+        except ValueError as error:
+            raise ValueError(
+                f"objective.router_bias_update_rate: the routers of {name} have no bias by which they choose "
+                f"experts ({BIAS}), so there is nothing to move; set it to null, and balance with "
+                "objective.router_aux_loss_coef"
+            ) from error

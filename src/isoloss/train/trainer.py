@@ -21,6 +21,7 @@ from isoloss.data.row_format import RowFormat
 from isoloss.data.sources import SourceSpec
 from isoloss.data.training_data import DataSettings, TrainingData
 from isoloss.objectives.loss_model import LossModel
+from isoloss.parallel.routers import update_expert_bias
 from isoloss.parallel.wrap import compute_context, wrap_model
 from isoloss.reduction.gradients import clip_grad_norm_, sum_gradients
 from isoloss.reduction.ledger import Ledger
@@ -37,6 +38,7 @@ from isoloss.train.rundir import check_output_dir, set_aside
 from isoloss.train.task import (
     build_objective,
     build_row_format,
+    check_routers,
     class_names,
     router_losses,
     router_terms,
@@ -130,6 +132,7 @@ class Trainer:
         row_format = build_row_format(recipe, self.tokenizer, classes)
         self.data = open_data(recipe, self.tokenizer, row_format, topology)
         self.model: Any = build_model(recipe, self.tokenizer, classes)
+        check_routers(recipe, self.model)
         self._objective = build_objective(recipe, self.model, topology)
         loss_model = LossModel(self.model, router_losses(recipe))
         self._wrapped = wrap_model(
@@ -157,6 +160,7 @@ class Trainer:
             topology,
             keep=recipe.train.save_total_limit,
         )
+        self._warned_weightless = False
         self._log_window = LogWindow()
         self._total_steps = self._count_steps()
         if self._total_steps == 0:
@@ -233,10 +237,14 @@ class Trainer:
         if not faults and not math.isfinite(norm):
             faults = [f"the gradient (norm {norm})"]
         self.num_steps += 1
+        self._warn_weightless(step.record)
         if faults:
             self._skip(faults)
         else:
             self._optimizer.step()
+            bias_rate = self.recipe.objective.router_bias_update_rate
+            if bias_rate is not None:
+                update_expert_bias(self.model, self.ledger, bias_rate)
         self._optimizer.zero_grad(set_to_none=True)
         self._last_norm, self._last_rate = norm, rate
         self._log_window.add(step, step_seconds=time.perf_counter() - started, data_seconds=data_seconds)
@@ -258,6 +266,21 @@ class Trainer:
         self.ledger.skip_step()
         if self.topology.rank == 0:
             logger.warning("isoloss: %s; the step is skipped, the weights stay as they are", message)
+
+    def _warn_weightless(self, record: StepRecord) -> None:
+        """Say once that a step trains on no target: a loss of 0 alone may pass for success."""
+        terms = len(self._objective.terms)  # those of the routers stand behind, and need no target
+        if self._warned_weightless or any(record.opened("weights")[:terms]):
+            return
+        self._warned_weightless = True
+        targets = int(record.opened("tokens")[0])
+        if self.topology.rank == 0:
+            logger.warning(
+                "isoloss: step %d trains on no target: %s. Look at the weights of rows and messages, and at "
+                "what data.loss_on makes targets; later steps like this one are not reported",
+                self.num_steps,
+                f"all of its {targets} targets have weight 0" if targets else "its documents have no targets",
+            )
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
